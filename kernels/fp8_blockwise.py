@@ -41,7 +41,9 @@ from .mosaic import COLUMNS, MATRIX, ROWS, WARPGROUP_ROWS, pl, plgpu, spread, sp
 
 BLOCK = 128  # numbers of the sum with one scale, and rows of weights with one scale
 PART = 128  # columns whose products are in registers beside the sums
-TILING = Tiling(columns=256, depth=BLOCK, stages=4, right="NK")
+# Those that fit the registers, of the widest tiles: the fewest bytes from the L2 cache.
+WEIGHTS_TILING = Tiling(columns=128, depth=BLOCK, stages=4, consumers=3, right="NK")
+ROWS_TILING = Tiling(columns=256, depth=BLOCK, stages=4, right="NK")
 
 
 class Refs(NamedTuple):
@@ -63,7 +65,7 @@ def block_matmul(
     right_scale_ENK: Float[Array, "E _ _"],
     *,
     out_dtype: Any = jnp.bfloat16,
-    tiling: Tiling = TILING,
+    tiling: Tiling | None = None,
 ) -> Float[Array, "E M N"]:
     """left times the transpose of right, each of E pairs, summed in float32.
 
@@ -71,6 +73,8 @@ def block_matmul(
     number of columns of the product must be a multiple of 64 (32 for float32). ValueError for
     `matmul_refuses`.
     """
+    in_rows = right_scale_ENK.shape[1] == right_ENK.shape[1]
+    tiling = tiling or (ROWS_TILING if in_rows else WEIGHTS_TILING)
     E, tokens, K = left_EMK.shape
     left_EMK = jnp.pad(left_EMK, ((0, 0), (0, -tokens % ATOM_ROWS), (0, 0)))
     M, N = left_EMK.shape[1], right_ENK.shape[1]
@@ -78,7 +82,6 @@ def block_matmul(
         raise ValueError(f"block_matmul cannot run: {reason}")
     if N % (atom := ATOM_BYTES // jnp.dtype(out_dtype).itemsize):
         raise ValueError(f"block_matmul cannot run: {N} columns are not a multiple of {atom}")
-    in_rows = right_scale_ENK.shape[1] == N
     rows, columns, steps = pl.cdiv(M, tiling.rows), pl.cdiv(N, tiling.columns), K // BLOCK
     scales = (
         steps_first(left_scale_EMK, rows * tiling.rows),
