@@ -16,7 +16,8 @@ a cuDNN call of each product on GPUs from Blackwell on (`multiply_blocks`).
 
 Blockwise scaling (DeepSeek-V3, section 3.3) has a scale for every 128 numbers of inputs and
 gradients, along the dimension that is summed over, and for every 128 x 128 weights. XLA has no
-matrix product for it: operands are dequantized to 16 bits first.
+matrix product for it: operands are dequantized to 16 bits first, or our kernel multiplies the codes
+(ops/block_matmul.py).
 """
 
 import dataclasses
@@ -29,6 +30,7 @@ from jax import lax
 from jaxtyping import Array, Float, UInt8
 
 from maxmeg.config.quantization import Fp8Format, QuantizationConfig, QuantizationRecipe
+from maxmeg.ops import block_matmul
 from maxmeg.ops.backend import BLACKWELL, Device, target_device
 
 MANTISSA_BITS = 23  # of float32
@@ -45,18 +47,21 @@ class Recipe:
     """The dtypes of inputs and weights, and of gradients of outputs.
 
     block: numbers with a common scale along the dimension that a product sums over; 0: one scale
-    for each tensor. square: scales of weights are of block x block numbers.
+    for each tensor. square: scales of weights are of block x block numbers. backend: of products in
+    blocks of 128 (ops/block_matmul.py).
     """
 
     forward: str = "float8_e4m3fn"
     backward: str = "float8_e5m2"
     block: int = 0
     square: bool = False
+    backend: str = "auto"
 
-    @property
-    def multiplies_codes(self) -> bool:
-        """Whether products on GPUs have 8-bit operands."""
-        return self.block in (0, MX_BLOCK)
+    def multiplies_codes_on(self, device: Device) -> bool:
+        """Whether products on this device have 8-bit operands, not dequantized ones."""
+        if self.block == BLOCK:
+            return block_matmul.backend_of(self.backend, device) == block_matmul.MOSAIC
+        return self.block in (0, MX_BLOCK) and device.is_cuda
 
     def weights(self, w: Float[Array, "*E I O"]) -> list[Quantized]:
         """Quantize w in blocks: a copy for sums over I and one for sums over O; one for both if
@@ -75,8 +80,9 @@ class Recipe:
         """As `multiply`, of operands that `quantize` made for these dimensions."""
         if not self.block:
             return multiply(a, b, dims, dtype)
-        if self.multiplies_codes and target_device().is_cuda:
-            return multiply_blocks(a, b, dims, dtype)
+        if self.multiplies_codes_on(target_device()):
+            multiply_codes = block_matmul.multiply if self.block == BLOCK else multiply_blocks
+            return multiply_codes(a, b, dims, jnp.dtype(dtype))
         left, right = (dequantize_blocks(*each, wider(dtype)) for each in (a, b))
         return contract(left, right, dims, dtype)
 
@@ -89,12 +95,14 @@ def recipe_of(config: QuantizationConfig) -> Recipe | None:
     if config.recipe is QuantizationRecipe.mxfp8:
         return Recipe(backward=e4m3, block=MX_BLOCK)
     if config.recipe is QuantizationRecipe.blockwise:
-        return Recipe(backward=e4m3, block=BLOCK, square=True)
+        return Recipe(backward=e4m3, block=BLOCK, square=True, backend=config.backend.value)
     return Recipe(backward="float8_e5m2" if config.format is Fp8Format.hybrid else e4m3)
 
 
 def check_device(recipe: Recipe, device: Device) -> None:
     """ValueError for a GPU that cannot multiply these 8-bit floats. CPUs multiply wider floats."""
+    if recipe.block == BLOCK:
+        block_matmul.backend_of(recipe.backend, device)
     if not device.is_cuda or device.capability == (0, 0):
         return
     found = ".".join(map(str, device.capability))

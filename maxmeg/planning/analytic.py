@@ -32,7 +32,7 @@ import dataclasses
 
 from maxmeg.config.recompute import POLICIES
 from maxmeg.config.schema import Config
-from maxmeg.ops.quantized import check_device
+from maxmeg.ops.quantized import BLOCK, check_device
 from maxmeg.planning.cost import communication, context
 from maxmeg.planning.cost.attention import (
     backends,
@@ -191,8 +191,9 @@ def product_seconds(work: Workload, cluster: Cluster) -> LayerSeconds:
     cut = work.axes["context"]
     products = work.samples * products / cut + repeated_products(work)
     recipe = work.recipe
-    share = work.quantized_share if recipe and recipe.multiplies_codes else 0.0
-    second = share / cluster.fp8_rate + (1 - share) / cluster.matmul_rate  # per FLOP
+    share = work.quantized_share if recipe and recipe.multiplies_codes_on(work.device) else 0.0
+    eight = cluster.blockwise_rate if recipe and recipe.block == BLOCK else cluster.fp8_rate
+    second = share / eight + (1 - share) / cluster.matmul_rate  # per FLOP
     matmul = products / tensor * second
     matmul += surplus_seconds(work, cluster) if model.has("moe") else 0.0
     attention = surplus(work) * work.samples * scores / tensor / cut
@@ -252,7 +253,7 @@ def elementwise_bytes(work: Workload) -> float:
         if recipe := work.recipe:
             # Largest magnitude, codes: operands are read twice, their half is written; and read,
             # and the numbers written, where products read wider ones.
-            passes = 2.5 if recipe.multiplies_codes else 4
+            passes = 2.5 if recipe.multiplies_codes_on(work.device) else 4
             each += work.quantized_share * passes * (columns + unit.sublayers * work.hidden_bytes)
         total += unit.repeats * each
     return total / model.num_layers + score_bytes(work)

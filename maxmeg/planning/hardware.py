@@ -21,6 +21,9 @@ ATTENTION_BACKWARD_REACHED = 0.48
 LINK_REACHED = 0.80
 HOST_REACHED = 0.85  # of PCIe or NVLink-C2C, from pinned memory: an assumption
 FP8_REACHED = 0.65  # of twice the bf16 rate: an assumption
+# The same of kernels/fp8_blockwise.py: its tiles read 6.5 bytes from the L2 cache per 1,000 FLOPs,
+# at an assumed 6.4 TB/s.
+BLOCKWISE_REACHED = 0.50
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +123,11 @@ class Cluster:
     def fp8_rate(self) -> float:
         """FLOPs per second of matrix products in 8 bits."""
         return 2 * self.gpu.bf16_tflops * 1e12 * FP8_REACHED
+
+    @property
+    def blockwise_rate(self) -> float:
+        """FLOPs per second of products in 8 bits with scales of blocks, by our kernel."""
+        return 2 * self.gpu.bf16_tflops * 1e12 * BLOCKWISE_REACHED
 
     def link_rate(self, nodes: int, adapters: int) -> float:
         """Bytes per second that a GPU of a group sends in a ring over `nodes` nodes.
