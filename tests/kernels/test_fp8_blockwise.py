@@ -7,7 +7,6 @@ compiles the kernel, and tests/ops/test_block_matmul.py has the op's layouts.
 import dataclasses
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from interpreted_products import interpret, longer_results, replace_products
 from maxmeg.kernels import fp8_blockwise as kernel
 from maxmeg.kernels import matmul, mosaic
 from maxmeg.kernels.fp8_blockwise import BLOCK, block_matmul
-from maxmeg.kernels.mosaic import plgpu
 
 pytestmark = pytest.mark.slow
 
@@ -97,3 +95,14 @@ def product(case: Case, monkeypatch) -> tuple[float, bool]:
 def test_product_without_a_race(name: str, interpreter):
     error, race = product(CASES[name], interpreter)
     assert not race and error < TOLERANCE
+
+
+def test_a_tile_that_was_not_waited_for_is_a_race(interpreter):
+    real = kernel.tiles_at
+
+    def next_ones(tiling, ring, place, warpgroup):
+        return real(tiling, ring, place + 1, warpgroup)
+
+    interpreter.setattr(kernel, "tiles_at", next_ones)
+    assert product(CASES["rows, parts of tiles"], interpreter)[1]
+
