@@ -7,8 +7,8 @@ The time of one device:
   five residual streams; once in forward, twice in backward, once if recomputed), logits, float32
   gradient accumulation, the optimizer.
 - A frozen base has no weight gradients; the products of adapters are left out.
-- With `train.quantization` the layers' products run at `FP8_REACHED` of twice that peak, and their
-  operands are read and written once more.
+- With `train.quantization` the layers' products run at `FP8_REACHED` of twice that peak (blockwise
+  scaling's kernel: `BLOCKWISE_REACHED`), and their operands are read and written once more.
 - Recomputation adds products (full: the layer's forward; selective: attention).
 - A pipeline tick takes the time of its lanes in the busiest chunk; stages with fewer layers wait.
   The bubble is the ticks beyond the ideal.
@@ -53,7 +53,7 @@ from maxmeg.planning.cost.optimizer import (
     moment_bytes,
     newton_schulz_flops,
 )
-from maxmeg.planning.cost.workload import Workload, parameter_counts, workload
+from maxmeg.planning.cost.workload import Shard, Workload, parameter_counts, workload
 from maxmeg.planning.hardware import (
     ATTENTION_BACKWARD_REACHED,
     ATTENTION_FORWARD_REACHED,
@@ -173,14 +173,33 @@ def layer_seconds(work: Workload, cluster: Cluster) -> LayerSeconds:
     streamed = elementwise_bytes(work) / cluster.memory_rate
     summed = 0.0
     if work.accumulates:
-        layers = [s for s in work.shards if s.parameter.group is not None]
-        elements = sum(s.computed for s in layers if s.trained)
-        stored = sum(u.layers * places for u, places in zip(work.units, work.places, strict=True))
-        elements /= stored * work.config.parallel.chunks
+        elements = of_one_layer(work, [s.computed for s in layer_shards(work) if s.trained])
         summed = (2 * FLOAT32 + work.itemsize) * elements / cluster.memory_rate
+    turned = transposed_bytes(work) / cluster.memory_rate
     return LayerSeconds(
-        products.forward + streamed, products.backward + 3 * streamed, products.weight + summed
+        products.forward + streamed + turned,
+        products.backward + 3 * streamed + repeated_share(work) * turned,
+        products.weight + summed,
     )
+
+
+def layer_shards(work: Workload) -> list[Shard]:
+    return [shard for shard in work.shards if shard.parameter.group is not None]
+
+
+def of_one_layer(work: Workload, numbers: list[int]) -> float:
+    """The sum of numbers of all layers of the stack, for the average layer."""
+    stored = sum(u.layers * places for u, places in zip(work.units, work.places, strict=True))
+    return sum(numbers) / (stored * work.config.parallel.chunks)
+
+
+def transposed_bytes(work: Workload) -> float:
+    """Bytes that are read and written where the average layer's forward transposes the codes of
+    weights, which our kernel for blockwise scaling needs (ops/block_matmul.py)."""
+    recipe = work.recipe
+    if not (recipe and recipe.block == BLOCK and recipe.multiplies_codes_on(work.device)):
+        return 0.0
+    return 2 * of_one_layer(work, [s.whole for s in layer_shards(work) if work.is_quantized(s)])
 
 
 def product_seconds(work: Workload, cluster: Cluster) -> LayerSeconds:
