@@ -107,7 +107,7 @@ class Work(NamedTuple):
 
     count: Any
     item: Callable[[Any], Item]
-    epilogue: Callable[[Any, Any, jax.Array, Any], Any]
+    epilogue: Callable[[Any, Any, Any, Any], Any]
     init: Callable[[Any], Any] = no_carry
     finish: Callable[[Any, Any], Any] = no_carry
     prepare: Callable[[Any, Any, Any, Any, Any], Any] = no_carry

@@ -114,7 +114,10 @@ ROWS = [
     *[("fsdp", "tensorwise", 2, 1), ("zero1", "tensorwise", 1, 2)],
     *[("fsdp", "mxfp8", 2, 1), ("fsdp", "blockwise", 2, 1)],
 ]
-SCALED = {"mxfp8": 1 + 1 / 32, "blockwise": 1 + 1 / 128**2}  # bytes of a code and its share of scales
+SCALED = {
+    "mxfp8": 1 + 1 / 32,
+    "blockwise": 1 + 1 / 128**2,
+}  # bytes of a code and its share of scales
 
 
 @pytest.mark.parametrize(("name", "recipe", "passes", "tables"), ROWS)

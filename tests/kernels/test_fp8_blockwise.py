@@ -105,4 +105,3 @@ def test_a_tile_that_was_not_waited_for_is_a_race(interpreter):
 
     interpreter.setattr(kernel, "tiles_at", next_ones)
     assert product(CASES["rows, parts of tiles"], interpreter)[1]
-
