@@ -31,7 +31,7 @@ MANTISSA_BITS = 23  # of float32
 
 
 def backend_of(named: str, device: Device) -> str:
-    """The backend for a device, with a line in the log. ValueError if it cannot run the named one."""
+    """The backend for a device, logged for "auto". ValueError if it cannot run the named one."""
     name, reason = choose(OP, BACKENDS, ORDER, named, (), device)
     if named == "auto":
         log_choice(OP, name, reason)
