@@ -21,8 +21,8 @@ ATTENTION_BACKWARD_REACHED = 0.48
 LINK_REACHED = 0.80
 HOST_REACHED = 0.85  # of PCIe or NVLink-C2C, from pinned memory: an assumption
 FP8_REACHED = 0.65  # of twice the bf16 rate: an assumption
-# The same of kernels/fp8_blockwise.py: its tiles read 6.5 bytes from the L2 cache per 1,000 FLOPs,
-# at an assumed 6.4 TB/s.
+# The same of kernels/fp8_blockwise.py, an assumption: its tiles read up to 6.4 bytes from the L2
+# cache per 1,000 FLOPs.
 BLOCKWISE_REACHED = 0.50
 
 
