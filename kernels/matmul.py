@@ -99,6 +99,8 @@ class Work(NamedTuple):
     prepare(i, step, warpgroup, left, right): called in each consumer before it multiplies the tiles
     of a step, which are in shared memory. If it changes them, it must call plgpu.commit_smem and
     make the other consumers wait for changes of `right`.
+    accumulate(i, span, warpgroup): replaces the loop `accumulate`, and prepare; epilogue gets what
+    it returns. It must wait for each slot, and release it.
 
     An epilogue with the same jnp.where of the sums in two branches makes the compiler move it into
     the loop, where products no longer overlap (ptxas reports "serialized").
@@ -106,10 +108,11 @@ class Work(NamedTuple):
 
     count: Any
     item: Callable[[Any], Item]
-    epilogue: Callable[[Any, Any, jax.Array, Any], Any]
+    epilogue: Callable[[Any, Any, Any, Any], Any]
     init: Callable[[Any], Any] = no_carry
     finish: Callable[[Any, Any], Any] = no_carry
     prepare: Callable[[Any, Any, Any, Any, Any], Any] = no_carry
+    accumulate: Callable[[Any, tuple, Any], Any] | None = None
 
 
 def ring_type(tiling: Tiling, dtype: Any) -> Ring:
@@ -168,8 +171,11 @@ def consume(tiling: Tiling, ring: Ring, work: Work, warpgroup: jax.Array) -> Non
     def add_up(index: jax.Array, carry: tuple) -> tuple:
         position, state = carry
         steps = work.item(index).steps
-        prepare = functools.partial(work.prepare, index)
-        sums = accumulate(tiling, ring, (position, steps), warpgroup, prepare)
+        span, prepare = (position, steps), functools.partial(work.prepare, index)
+        if work.accumulate:
+            sums = work.accumulate(index, span, warpgroup)
+        else:
+            sums = accumulate(tiling, ring, span, warpgroup, prepare)
         return position + steps, work.epilogue(index, warpgroup, sums, state)
 
     start = (jnp.int32(0), work.init(warpgroup))

@@ -83,6 +83,11 @@ def grouped(name: str):
     return cases, cases.CASES, lambda case, arrays, sizes: cases.expected(case, arrays), cases.run
 
 
+def block_matmul(name: str):
+    cases = importlib.import_module("ops.block_matmul_cases")
+    return cases, cases.CASES, cases.expected, cases.run
+
+
 def decode(name: str):
     cases = importlib.import_module("ops.decode_attention_cases")
     return cases, cases.CASES, cases.expected, cases.run
@@ -103,6 +108,7 @@ OPS: dict[str, Callable] = {
     "attention": attention,
     "loss": loss,
     "grouped": grouped,
+    "block-matmul": block_matmul,
     "decode": decode,
     "norm": norm,
     "scan": scan,

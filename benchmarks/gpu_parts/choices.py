@@ -10,6 +10,7 @@ RATES = {  # of a part: its op in the file, and what stands around a backend's n
     "decode": ("decode attention", "", " tb_per_s"),
     "scan": ("chunk_scan", "both ", " tflops"),
     "delta-scan": ("delta_scan", "both ", " tflops"),
+    "block-matmul": ("block_matmul", "both ", " tflops"),
     "grouped": ("grouped_matmul", "both ", " tflops"),
 }
 

@@ -303,6 +303,48 @@ def measure_grouped(size: Sizes, experts: int, tokens: int, width: int, out: int
     return found
 
 
+def block_matmul(size: Sizes) -> Iterator[Item]:
+    """A projection with its gradients and quantization by blockwise scaling's backends, and in
+    bfloat16; and our kernel alone, with the scales of weights and with those of rows."""
+    for width in size.widths if size.on_gpu else (128,):
+        name = f"T{size.tokens} {width}x{4 * width}"
+        yield name, functools.partial(measure_block_matmul, size, width, 4 * width)
+
+
+def measure_block_matmul(size: Sizes, width: int, out: int) -> dict:
+    import jax
+    import jax.numpy as jnp
+
+    from maxmeg.ops import block_matmul as op
+    from maxmeg.ops.backend import kernel_module
+    from maxmeg.ops.quantized import BLOCK, Recipe, matmul
+
+    x_TI, w_IO, slope_TO = random([(size.tokens, width), (width, out), (size.tokens, out)])
+    e4m3, flops = "float8_e4m3fn", 2 * size.tokens * width * out
+    both = {"bf16": functools.partial(with_gradients(jnp.matmul), (x_TI, w_IO), slope_TO)}
+    for backend in size.backends("block-matmul", tuple(op.BACKENDS)):
+        recipe = Recipe(backward=e4m3, block=BLOCK, square=True, backend=backend)
+        codes = recipe.weights(w_IO, None)[0]
+
+        def product(x_TI, w_IO, codes=codes, recipe=recipe):
+            return matmul(x_TI, w_IO, codes, codes, recipe)
+
+        both[backend] = functools.partial(with_gradients(product), (x_TI, w_IO), slope_TO)
+    found = compare(both, 3 * flops, "tflops", size, ("bf16", "xla"))
+    found = {f"both {key}": value for key, value in found.items()}
+    if op.MOSAIC not in size.backends("block-matmul", (op.MOSAIC,)):
+        return found
+    right_OI, scales = w_IO.T.astype(e4m3), [size.tokens, out, out // BLOCK]
+    x_scale, row_scale, block_scale = (jnp.ones((1, n, width // BLOCK)) for n in scales)
+    kernel = jax.jit(kernel_module("fp8_blockwise").block_matmul)
+    operands = x_TI.astype(e4m3)[None], right_OI[None], x_scale
+    calls = {
+        name: functools.partial(kernel, *operands, scale)
+        for name, scale in (("weights", block_scale), ("rows", row_scale))
+    }
+    return found | compare(calls, flops, "tflops", size, ())
+
+
 def decode(size: Sizes) -> Iterator[Item]:
     """One new token a row over a paged cache; TB/s of the cache."""
     for rows, tokens, page in size.caches:

@@ -19,6 +19,12 @@ class QuantizationRecipe(enum.Enum):
     qat_int8 = "qat_int8"
 
 
+class BlockBackend(enum.Enum):
+    auto = "auto"
+    xla = "xla"
+    mosaic = "mosaic"
+
+
 class Fp8Format(enum.Enum):
     hybrid = "hybrid"
     e4m3 = "e4m3"
@@ -41,14 +47,13 @@ class QuantizationConfig:
         "delayed: as tensorwise, with scales from the largest magnitudes of earlier steps, which "
         "saves reading each operand once to find its largest magnitude | blockwise: "
         "E4M3, one scale per 128 inputs or gradients and per 128 x 128 weights (DeepSeek-V3); "
-        "emulated with 16-bit products, so it saves memory and communication but no time | mxfp8: "
-        "E4M3, one scale per 32 elements; needs compute capability 10.0 or newer | nvfp4: E2M1, "
-        "one E4M3 scale per 16 elements, Hadamard transforms before weight gradients, gradients "
-        "rounded stochastically; needs compute capability 10.0 or newer | mxfp4: forward rounds "
-        "weights and inputs to E2M1 with one scale per 32 elements, backward multiplies them in "
-        "model.dtype; emulated with 16-bit products, so it saves memory and communication but no "
-        "time | qat_nvfp4, qat_mxfp4, qat_int8: quantization-aware training: as mxfp4, for models "
-        "that are served in this format; mxfp4 rounds weights alone",
+        "see backend | mxfp8: E4M3, one scale per 32 elements; needs compute capability 10.0 or "
+        "newer | nvfp4: E2M1, one E4M3 scale per 16 elements, Hadamard transforms before weight "
+        "gradients, gradients rounded stochastically; needs compute capability 10.0 or newer | "
+        "mxfp4: forward rounds weights and inputs to E2M1 with one scale per 32 elements, backward "
+        "multiplies them in model.dtype; emulated with 16-bit products, so it saves memory and "
+        "communication but no time | qat_nvfp4, qat_mxfp4, qat_int8: quantization-aware training: "
+        "as mxfp4, for models that are served in this format; mxfp4 rounds weights alone",
         "--fp8-recipe, --fp4-recipe",
     )
     format: Fp8Format = setting(
@@ -84,4 +89,12 @@ class QuantizationConfig:
         "send tokens to experts in E4M3, and in backward the gradients of their outputs; what "
         "experts send back stays in model.dtype (DeepSeek-V3). Needs parallel.expert",
         needs="recipe=tensorwise|delayed|blockwise|mxfp8",
+    )
+    backend: BlockBackend = setting(
+        BlockBackend.auto,
+        "xla: blockwise's products are of operands dequantized to 16 bits, so it saves memory and "
+        "communication but no time | mosaic: our kernel for Hopper multiplies the 8-bit operands; "
+        "it has not run on a GPU yet | auto: xla, or what benchmarks/gpu.py --choices has measured "
+        "to be faster",
+        needs="recipe=blockwise",
     )

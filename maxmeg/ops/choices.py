@@ -11,7 +11,14 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 FILE = Path(__file__).with_name("choices.json")
-OPS = ("attention", "chunk_scan", "decode attention", "delta_scan", "grouped_matmul")
+OPS = (
+    "attention",
+    "block_matmul",
+    "chunk_scan",
+    "decode attention",
+    "delta_scan",
+    "grouped_matmul",
+)
 REMEDY = "correct the file, or write it anew: python benchmarks/gpu.py --choices"
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, UInt8, UInt32
 
-from maxmeg.ops.backend import BLACKWELL, target_device
+from maxmeg.ops.backend import BLACKWELL, Device, target_device
 from maxmeg.ops.quantized import (
     MX_BLOCK,
     Quantized,
@@ -62,8 +62,7 @@ class Nvfp4(Recipe):
     draws: bool = True
     grouped: bool = False
 
-    @property
-    def passes(self) -> float:
+    def passes(self, device: Device) -> float:
         """An operand is read twice and rotated; that is written and read twice; then codes."""
         return 6.5
 

@@ -16,7 +16,8 @@ a cuDNN call of each product on GPUs from Blackwell on (`multiply_blocks`).
 
 Blockwise scaling (DeepSeek-V3, section 3.3) has a scale for every 128 numbers of inputs and
 gradients, along the dimension that is summed over, and for every 128 x 128 weights. XLA has no
-matrix product for it: operands are dequantized to 16 bits first.
+matrix product for it: operands are dequantized to 16 bits first, or our kernel multiplies the codes
+(ops/block_matmul.py).
 """
 
 import dataclasses
@@ -29,6 +30,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, UInt8, UInt32
 
+from maxmeg.ops import block_matmul
 from maxmeg.ops.backend import Device, target_device
 
 MANTISSA_BITS = 23  # of float32
@@ -63,11 +65,12 @@ class Recipe:
     block: numbers with a common scale along the dimension that a product sums over; 0: one scale
     for each tensor. square: scales of weights are of block x block numbers. copies: quantized ones
     of a weight. multiplies_codes: products on GPUs have the rounded operands, not wider copies of
-    them. speed: their peak FLOP/s, as a multiple of that for 16 bits. capability: least compute
-    capability of GPUs. draws: gradients are rounded stochastically, with the key of `slopes`.
-    grouped: experts with different numbers of rows can multiply the codes. history: of delayed
-    scaling (ops/delayed.py); None: scales are those of the operands themselves. dispatch: tokens
-    are sent to experts in 8 bits (ops/experts/packed.py).
+    them; in blocks of 128 `backend` (ops/block_matmul.py) decides. speed: the peak FLOP/s of these
+    products, as a multiple of that for 16 bits. capability: least compute capability of GPUs.
+    draws: gradients are rounded stochastically, with the key of `slopes`. grouped: experts with
+    different numbers of rows can multiply the codes. history: of delayed scaling (ops/delayed.py);
+    None: scales are those of the operands themselves. dispatch: tokens are sent to experts in 8
+    bits (ops/experts/packed.py).
     """
 
     forward: str = "float8_e4m3fn"
@@ -76,6 +79,7 @@ class Recipe:
     square: bool = False
     copies: int = 1
     multiplies_codes: bool = True
+    backend: str = "auto"
     speed: int = 2
     capability: tuple[int, int] = ADA
     draws: bool = False
@@ -88,12 +92,17 @@ class Recipe:
         """Which weights have a common scale or largest magnitude, beside those of a block."""
         return Shares.nothing if self.block else Shares.layer
 
-    @property
-    def passes(self) -> float:
+    def multiplies_codes_on(self, device: Device) -> bool:
+        """Whether products on this device have the rounded operands, not wider copies of them."""
+        if self.block == BLOCK:
+            return block_matmul.backend_of(self.backend, device) == block_matmul.MOSAIC
+        return self.multiplies_codes and device.is_cuda
+
+    def passes(self, device: Device) -> float:
         """How often quantization moves the 16-bit bytes of an operand: it is read for the largest
         magnitude (which delayed scaling finds on the way) and the codes, and half of it written;
         and read, and a wider copy written, where products read that."""
-        return (2.5 if self.multiplies_codes else 4.0) - (self.history is not None)
+        return (2.5 if self.multiplies_codes_on(device) else 4.0) - (self.history is not None)
 
     def weight_bytes(self, count: int) -> int:
         """Bytes of a quantized copy of `count` weights, without scales of whole layers."""
@@ -135,8 +144,9 @@ class Recipe:
         """As `multiply`, of operands that were quantized for these dimensions."""
         if not self.block:
             return multiply(a, b, dims, dtype)
-        if self.multiplies_codes and target_device().is_cuda:
-            return multiply_blocks(a, b, dims, dtype)
+        if self.multiplies_codes_on(target_device()):
+            multiply_codes = block_matmul.multiply if self.block == BLOCK else multiply_blocks
+            return multiply_codes(a, b, dims, jnp.dtype(dtype))
         left, right = (self.wide(each, wider(dtype)) for each in (a, b))
         return contract(left, right, dims, dtype)
 
@@ -148,6 +158,8 @@ class Recipe:
 
 def check_device(recipe: Recipe, device: Device) -> None:
     """ValueError for a GPU that cannot multiply these 8-bit floats. CPUs multiply wider floats."""
+    if recipe.block == BLOCK:
+        block_matmul.backend_of(recipe.backend, device)
     if not device.is_cuda or device.capability == (0, 0):
         return
     found = ".".join(map(str, device.capability))

@@ -17,9 +17,7 @@ E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 RECIPES = {
     QuantizationRecipe.tensorwise: Recipe(backward=E4M3),
     QuantizationRecipe.delayed: Recipe(backward=E4M3),
-    QuantizationRecipe.blockwise: Recipe(
-        backward=E4M3, block=BLOCK, square=True, multiplies_codes=False
-    ),
+    QuantizationRecipe.blockwise: Recipe(backward=E4M3, block=BLOCK, square=True),
     QuantizationRecipe.mxfp8: Recipe(
         backward=E4M3, block=MX_BLOCK, copies=2, capability=(BLACKWELL, 0)
     ),
@@ -44,4 +42,4 @@ def recipe_of(config: QuantizationConfig) -> Recipe | None:
     if config.recipe in HYBRID and config.format is Fp8Format.hybrid:
         backward = E5M2
     changes = {"history": history, "backward": backward, "dispatch": config.dispatch}
-    return dataclasses.replace(recipe, **changes)
+    return dataclasses.replace(recipe, backend=config.backend.value, **changes)

@@ -8,7 +8,8 @@ The time of one device:
   gradient accumulation, the optimizer.
 - A frozen base has no weight gradients; the products of adapters are left out.
 - With `train.quantization` the layers' products run at `NARROW_REACHED` of twice that peak (nvfp4:
-  four times), and their operands are read and written once more.
+  four times; blockwise scaling's kernel: `BLOCKWISE_REACHED`), and their operands are read and
+  written once more.
 - Recomputation adds products (full: the layer's forward; selective: attention).
 - A pipeline tick takes the time of its lanes in the busiest chunk; stages with fewer layers wait.
   The bubble is the ticks beyond the ideal.
@@ -32,7 +33,7 @@ import dataclasses
 
 from maxmeg.config.recompute import POLICIES
 from maxmeg.config.schema import Config
-from maxmeg.ops.quantized import check_device
+from maxmeg.ops.quantized import BLOCK, check_device
 from maxmeg.planning.cost import communication, context
 from maxmeg.planning.cost.attention import (
     backends,
@@ -53,7 +54,7 @@ from maxmeg.planning.cost.optimizer import (
     moment_bytes,
     newton_schulz_flops,
 )
-from maxmeg.planning.cost.workload import Workload, parameter_counts, workload
+from maxmeg.planning.cost.workload import Shard, Workload, parameter_counts, workload
 from maxmeg.planning.hardware import (
     ATTENTION_BACKWARD_REACHED,
     ATTENTION_FORWARD_REACHED,
@@ -173,14 +174,33 @@ def layer_seconds(work: Workload, cluster: Cluster) -> LayerSeconds:
     streamed = elementwise_bytes(work) / cluster.memory_rate
     summed = 0.0
     if work.accumulates:
-        layers = [s for s in work.shards if s.parameter.group is not None]
-        elements = sum(s.computed for s in layers if s.trained)
-        stored = sum(u.layers * places for u, places in zip(work.units, work.places, strict=True))
-        elements /= stored * work.config.parallel.chunks
+        elements = of_one_layer(work, [s.computed for s in layer_shards(work) if s.trained])
         summed = (2 * FLOAT32 + work.itemsize) * elements / cluster.memory_rate
+    turned = transposed_bytes(work) / cluster.memory_rate
     return LayerSeconds(
-        products.forward + streamed, products.backward + 3 * streamed, products.weight + summed
+        products.forward + streamed + turned,
+        products.backward + 3 * streamed + repeated_share(work) * turned,
+        products.weight + summed,
     )
+
+
+def layer_shards(work: Workload) -> list[Shard]:
+    return [shard for shard in work.shards if shard.parameter.group is not None]
+
+
+def of_one_layer(work: Workload, numbers: list[int]) -> float:
+    """The sum of numbers of all layers of the stack, for the average layer."""
+    stored = sum(u.layers * places for u, places in zip(work.units, work.places, strict=True))
+    return sum(numbers) / (stored * work.config.parallel.chunks)
+
+
+def transposed_bytes(work: Workload) -> float:
+    """Bytes that are read and written where the average layer's forward transposes the codes of
+    weights, which our kernel for blockwise scaling needs (ops/block_matmul.py)."""
+    recipe = work.recipe
+    if not (recipe and recipe.block == BLOCK and recipe.multiplies_codes_on(work.device)):
+        return 0.0
+    return 2 * of_one_layer(work, [s.whole for s in layer_shards(work) if work.is_quantized(s)])
 
 
 def product_seconds(work: Workload, cluster: Cluster) -> LayerSeconds:
@@ -192,9 +212,11 @@ def product_seconds(work: Workload, cluster: Cluster) -> LayerSeconds:
     products = work.samples * products / cut + repeated_products(work)
     recipe = work.recipe
     second = 1 / cluster.matmul_rate  # per FLOP
-    if recipe and recipe.multiplies_codes:
+    if recipe and recipe.multiplies_codes_on(work.device):
+        rate = cluster.narrow_rate(recipe.speed)
+        rate = cluster.blockwise_rate if recipe.block == BLOCK else rate
         share = work.quantized_share
-        second = share / cluster.narrow_rate(recipe.speed) + (1 - share) * second
+        second = share / rate + (1 - share) * second
     matmul = products / tensor * second
     matmul += surplus_seconds(work, cluster) if model.has("moe") else 0.0
     attention = surplus(work) * work.samples * scores / tensor / cut
@@ -253,7 +275,7 @@ def elementwise_bytes(work: Workload) -> float:
         each = 5 * unit.sublayers * work.hidden_bytes + 2 * columns + streamed(work, unit)
         if recipe := work.recipe:
             operands = columns + unit.sublayers * work.hidden_bytes
-            each += work.quantized_share * recipe.passes * operands
+            each += work.quantized_share * recipe.passes(work.device) * operands
         total += unit.repeats * each
     return total / model.num_layers + score_bytes(work)
 

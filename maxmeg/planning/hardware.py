@@ -21,6 +21,9 @@ ATTENTION_BACKWARD_REACHED = 0.48
 LINK_REACHED = 0.80
 HOST_REACHED = 0.85  # of PCIe or NVLink-C2C, from pinned memory: an assumption
 NARROW_REACHED = 0.65  # of the peak in 8 and 4 bits: an assumption
+# The same of kernels/fp8_blockwise.py, an assumption: its tiles read up to 6.4 bytes from the L2
+# cache per 1,000 FLOPs.
+BLOCKWISE_REACHED = 0.50
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +123,11 @@ class Cluster:
         """FLOPs per second of matrix products of operands that tensor cores multiply `speed` times
         as fast as 16-bit ones."""
         return speed * self.gpu.bf16_tflops * 1e12 * NARROW_REACHED
+
+    @property
+    def blockwise_rate(self) -> float:
+        """FLOPs per second of products in 8 bits with scales of blocks, by our kernel."""
+        return 2 * self.gpu.bf16_tflops * 1e12 * BLOCKWISE_REACHED
 
     def link_rate(self, nodes: int, adapters: int) -> float:
         """Bytes per second that a GPU of a group sends in a ring over `nodes` nodes.

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from maxmeg.config.parallel import ParallelConfig
-from maxmeg.config.quantization import QuantizationRecipe
+from maxmeg.config.quantization import BlockBackend, QuantizationRecipe
 from maxmeg.config.schema import Config, TrainConfig
 from maxmeg.models.registry import use_architecture
 from maxmeg.planning.compile import compile_report
@@ -31,6 +31,7 @@ CASES = {
 WIDE, LOGITS = {"ends": 2}, 4  # layers in 16 bits; products of the output layer and its backward
 EIGHT_BITS = "__cublas$lt$matmul$f8"
 BLOCKS = "__cudnn$blockScaledDot"
+OURS = "mosaic_gpu_v2"
 
 
 @functools.cache
@@ -48,6 +49,8 @@ def configured(name: str, recipe: QuantizationRecipe) -> Config:
     config = use_architecture(Config(parallel=ParallelConfig(**parallel), train=train), model)
     config.train.quantization.recipe, config.data.sequence_length = recipe, LENGTH
     config.train.quantization.dispatch = name == "dispatch"
+    if recipe is QuantizationRecipe.blockwise:
+        config.train.quantization.backend = BlockBackend.mosaic
     config.model.num_layers = LAYERS
     config.model.first_layers_bf16 = config.model.last_layers_bf16 = WIDE.get(name, 0) // 2
     return config
@@ -94,17 +97,43 @@ def test_nvfp4_multiplies_blocks(folder):
     assert layouts and all(layout.endswith(":E(4)") for layout in layouts)  # 4 bits in memory
 
 
+def test_blockwise_multiplies_codes_and_dequantizes_none(folder):
+    report, text = compiled("fsdp", QuantizationRecipe.blockwise, folder)
+    assert report.kernels[OURS] == PRODUCTS * CASES["fsdp"][2] * LAYERS
+    assert report.kernels["__cublas$lt$matmul"] == LOGITS
+    calls = re.findall(rf'target="{OURS}", operand_layout_constraints={{(\w+)\[.*?, (\w+)\[', text)
+    assert set(calls) == {("f8e4m3fn", "f8e4m3fn")}
+    assert not dequantized(text)
+
+
+def test_a_dequantized_copy_is_noticed():
+    text = """
+  %a.1 = f8e4m3fn[8,128]{1,0} parameter(0)
+  %b = bf16[8,128]{1,0} convert(%a.1), metadata={}
+  %c = f8e4m3fn[8,128]{1,0} convert(%b)
+"""
+    assert dequantized(text) == ["%b"]
+
+
+def dequantized(text: str) -> list[str]:
+    """The wider copies that a compiled program makes of 8-bit floats."""
+    codes = set(re.findall(r"(%\S+) = f8e\w+\[", text))
+    wide = re.findall(r"(%\S+) = (?:bf16|f16|f32)\[\S+ convert\((%[^)]+)\)", text)
+    return [name for name, operand in wide if operand in codes]
+
+
 def gathered(report: Compiled, axis: str) -> int:
     rows = [row for row in report.collectives if row.kind == "all-gather" and axis in row.axes]
     return sum(row.volume for row in rows)
 
 
-BYTES = {"tensorwise": 1, "mxfp8": 33 / 32, "nvfp4": 129 / 256}  # of a code, with its scale
+BYTES = {
+    **{"tensorwise": 1, "mxfp8": 1 + 1 / 32, "blockwise": 1 + 1 / 128**2},
+    "nvfp4": (1 + 1 / 128) / 2,
+}  # of a code and its share of scales
 ROWS = [
-    ("fsdp", "tensorwise", 2, 1),
-    ("zero1", "tensorwise", 1, 2),
-    ("fsdp", "mxfp8", 2, 1),
-    ("fsdp", "nvfp4", 2, 1),
+    *[("fsdp", "tensorwise", 2, 1), ("zero1", "tensorwise", 1, 2)],
+    *[("fsdp", recipe, 2, 1) for recipe in ("mxfp8", "blockwise", "nvfp4")],
 ]
 
 
@@ -147,10 +176,10 @@ def test_dispatch_halves_what_is_sent_to_experts(folder):
 
 
 PLANS = [
-    *[("fsdp", "tensorwise"), ("tensor", "tensorwise"), ("fsdp", "delayed")],
+    *[("fsdp", "tensorwise"), ("tensor", "tensorwise"), ("fsdp", "delayed"), ("fsdp", "blockwise")],
     *[("zero1", "tensorwise"), ("fsdp", "mxfp8"), ("fsdp", "nvfp4")],
 ]
-EXACT = PLANS[:3]  # elsewhere memory is only bounded, or for B200s not yet compared
+EXACT = PLANS[:4]  # elsewhere memory is only bounded, or for B200s not yet compared
 
 
 @pytest.mark.parametrize(("name", "recipe"), PLANS)

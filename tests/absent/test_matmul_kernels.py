@@ -8,10 +8,15 @@ from maxmeg.kernels.mosaic import CONSUMER_REGISTERS
 
 GROUPED = ["mixtral-8k", "deepseek-64k", "qwen3-down-32k"]
 FP8 = ["mixtral-8k-fp8", "deepseek-64k-fp8"]
+# M, N and K of Llama 3 8B's projections with 8,192 tokens, and small ones.
+BLOCKS = [
+    *["blocks-8192-6144-4096", "blocks-8192-4096-14336", "blocks-200-384-256"],
+    *["rows-4096-6144-8192", "rows-4096-14336-8192", "rows-384-256-256"],
+]
 ORDERS = ["MK-KN", "MK-NK", "KM-KN", "KM-NK"]
 
 COMPILE = """
-from maxmeg.kernels import grouped_matmul, matmul
+from maxmeg.kernels import fp8_blockwise, grouped_matmul, matmul
 from maxmeg.ops import backend
 from maxmeg.ops.experts.grouped_matmul import grouped_matmul as product
 from maxmeg.ops.quantized import Recipe
@@ -39,9 +44,18 @@ def plain(name):
     operands = [array(*(sizes[letter] for letter in order)) for order in (left, right)]
     return lambda *pair: matmul.matmul(*pair, tiling), operands
 
+def blocks(name):
+    kind, *sizes = name.split("-")
+    M, N, K = map(int, sizes)
+    codes = [array(1, size, K, dtype=FP8) for size in (M, N)]
+    counts = M, N if kind == "rows" else N // 128
+    scales = [array(1, count, K // 128, dtype=jnp.float32) for count in counts]
+    return lambda *arrays: fp8_blockwise.block_matmul(*arrays), (*codes, *scales)
+
+kinds = {"blocks": blocks, "rows": blocks, "MK": plain, "KM": plain}
 for name in sys.argv[2:]:
     report_to(name)
-    function, operands = (plain if name[1] in "MK" else grouped)(name)
+    function, operands = kinds.get(name.split("-")[0], grouped)(name)
     tell(name, compiled(function, *operands))
 """
 
@@ -50,14 +64,15 @@ for name in sys.argv[2:]:
 def compiled(tmp_path_factory) -> dict[str, tuple[int, list[Kernel]]]:
     """Of each shape the temporaries in bytes, and its kernels; one process compiles all."""
     folder = tmp_path_factory.mktemp("products")
-    return compiled_shapes(COMPILE, folder, [*GROUPED, *FP8, *ORDERS])
+    return compiled_shapes(COMPILE, folder, [*GROUPED, *FP8, *ORDERS, *BLOCKS])
 
 
-@pytest.mark.parametrize("name", [*GROUPED, *FP8, *ORDERS])
+@pytest.mark.parametrize("name", [*GROUPED, *FP8, *ORDERS, *BLOCKS])
 def test_shape_compiles_without_spills(compiled, name: str):
     _, kernels = compiled[name]
     expected = ["matmul_kernel"] if name in ORDERS else ["grouped_rows_kernel"] * 2
-    if name not in ORDERS:
+    expected = ["block_matmul_kernel"] if name in BLOCKS else expected
+    if name in GROUPED:
         expected.append("grouped_weights_kernel")
     assert sorted(kernel.name for kernel in kernels) == expected
     for kernel in kernels:

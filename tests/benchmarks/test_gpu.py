@@ -28,7 +28,7 @@ MODULES += [
 MODULES += ["maxmeg.kernels.attention", "maxmeg.kernels.attention_triton", "maxmeg.kernels.matmul"]
 MODULES += ["maxmeg.kernels.decode_attention", "maxmeg.kernels.grouped_matmul"]
 MODULES += ["maxmeg.ops.chunk_scan", "maxmeg.kernels.chunk_scan", "maxmeg.kernels.delta_scan"]
-MODULES += ["maxmeg.kernels.linear_cross_entropy"]
+MODULES += ["maxmeg.kernels.linear_cross_entropy", "maxmeg.kernels.fp8_blockwise"]
 
 # absl and rich come with optax and flax, but this package's own modules must not ask for them.
 IMPORT = """

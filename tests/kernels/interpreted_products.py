@@ -102,18 +102,21 @@ class Products:
         self.arrive(barrier)
 
 
-def longer_results(body: Any, out_type: list, grid: dict[str, int], **options: Any) -> Any:
-    """Launches with room for whole tiles: jax 0.10 drops a copy that is partly past the end."""
+def longer_results(
+    body: Any, out_type: list, grid: dict[str, int], dims: int = 4, **options: Any
+) -> Any:
+    """Launches with room for whole tiles in dimension 1 of results with `dims` dimensions: jax 0.10
+    drops a copy that is partly past the end."""
 
     def longer(array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         shape = list(array.shape)
-        if len(shape) == 4:
+        if len(shape) == dims:
             shape[1] += 64
         return jax.ShapeDtypeStruct(shape, array.dtype)
 
     call = real_launch(body, out_type=[*map(longer, out_type)], grid=grid, **options)
     return lambda *arrays: [
-        actual[:, : wanted.shape[1]] if actual.ndim == 4 else actual
+        actual[:, : wanted.shape[1]] if actual.ndim == dims else actual
         for actual, wanted in zip(call(*arrays), out_type, strict=True)
     ]
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from maxmeg.config.quantization import QuantizationConfig, QuantizationRecipe
 from maxmeg.ops.experts.grouped_matmul import grouped_matmul
-from maxmeg.ops.quantized import recipe_of
+from maxmeg.ops.recipes import recipe_of
 
 NAMES = ("y", "dx", "dw")
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-2}  # of the norm

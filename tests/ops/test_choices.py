@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from maxmeg.ops import choices, chunk_scan
+from maxmeg.ops import block_matmul, choices, chunk_scan
 from maxmeg.ops.attention import call as attention
 from maxmeg.ops.attention.spec import Operands, ScoreSpec
 from maxmeg.ops.backend import Device
@@ -22,6 +22,7 @@ from gpu_parts import choices as writer
 HOPPER, AMPERE, CPU = Device("cuda", (9, 0)), Device("cuda", (8, 0)), Device("cpu")
 BACKENDS = {
     "attention": attention.BACKENDS,
+    "block_matmul": block_matmul.BACKENDS,
     "chunk_scan": chunk_scan.BACKENDS,
     "delta_scan": chunk_scan.BACKENDS,
     "decode attention": decode_attention.BACKENDS,
@@ -72,7 +73,7 @@ def test_an_unknown_backend_is_an_error_with_the_known_ones(file: Path, op: str)
         ("{", "Expecting property name"),
         ("[]", "items"),
         ('{"9.0": 1}', "not iterable"),
-        ('{"9.0": {"atention": []}}', r"9.0: \['atention'\] must be among attention, chunk_scan"),
+        ('{"9.0": {"atention": []}}', r"9.0: \['atention'\] must be among attention, block_matmul"),
         ('{"9.0": {"attention": "xla"}}', r"9.0: \['attention'\] must be lists of backends"),
     ],
 )

@@ -8,17 +8,18 @@ import pytest
 from tables import thinned
 
 from maxmeg.config.parallel import ParallelConfig, Schedule
+from maxmeg.config.quantization import BlockBackend, QuantizationRecipe
 from maxmeg.config.recompute import POLICIES
 from maxmeg.config.schema import Config, TrainConfig
 from maxmeg.config.validate import head_problems
 from maxmeg.models.registry import ARCHITECTURES, architecture, use_architecture
 from maxmeg.pipeline.schedule import SCHEDULES
 from maxmeg.planning import analytic
-from maxmeg.planning.analytic import analyze, exposed_seconds, layer_seconds
+from maxmeg.planning.analytic import analyze, exposed_seconds, layer_seconds, product_seconds
 from maxmeg.planning.cost.flops import training_flops
 from maxmeg.planning.cost.parameters import num_parameters
 from maxmeg.planning.cost.workload import workload
-from maxmeg.planning.hardware import MATMUL_REACHED, Cluster, parse_cluster
+from maxmeg.planning.hardware import BLOCKWISE_REACHED, MATMUL_REACHED, Cluster, parse_cluster
 from maxmeg.planning.report import MARGIN
 
 
@@ -146,6 +147,25 @@ def test_communication_overlaps_with_compute_where_possible():
     rest = sum(entry.seconds for entry in found.traffic if entry.purpose not in hidden)
     assert exposed_seconds(found.traffic, 1e9, 1e9) == pytest.approx(rest)
     assert rest * (1 - 1e-9) <= found.communication_seconds < total
+
+
+def test_blockwise_products_are_eight_bit_ones_where_the_kernel_runs():
+    """It transposes each weight's code once in forward: Llama 3 8B has 218 million a layer."""
+    cluster, config = parse_cluster("h100x8"), of("llama3-8b", 1, 8, 8)
+    config.train.quantization.recipe = QuantizationRecipe.blockwise
+    weights = {}
+    for backend in BlockBackend:
+        config.train.quantization.backend = backend
+        work = workload(config, 8, cluster.device)
+        weights[backend] = product_seconds(work, cluster).weight
+        wanted = 2 * 218_103_808 if backend is BlockBackend.mosaic else 0
+        assert analytic.transposed_bytes(work) == wanted
+    assert weights[BlockBackend.auto] == weights[BlockBackend.xla]
+    ratio = weights[BlockBackend.xla] / weights[BlockBackend.mosaic]
+    assert ratio == pytest.approx(2 * BLOCKWISE_REACHED / MATMUL_REACHED)
+    with pytest.raises(ValueError, match="mosaic cannot run: it needs a Hopper GPU"):
+        config.train.quantization.backend = BlockBackend.mosaic
+        analyze(config, parse_cluster("b200x8"))
 
 
 def test_faster_hardware_is_never_slower():
