@@ -64,7 +64,7 @@ PARTS = {
     "train": Part(steps.train, 200),
     "loss": Part(kernels.loss, 60),
     "grouped": Part(kernels.grouped, 60),
-    "fp8": Part(precision.fp8, 90, "--xla_gpu_enable_triton_gemm=false"),
+    "fp8": Part(precision.fp8, 150, "--xla_gpu_enable_triton_gemm=false"),
     "block-matmul": Part(kernels.block_matmul, 40),
     "moe": Part(experts.moe, 60),
     "decode": Part(kernels.decode, 40),
