@@ -75,14 +75,14 @@ def block_matmul(
     """
     in_rows = right_scale_ENK.shape[1] == right_ENK.shape[1]
     tiling = tiling or (ROWS_TILING if in_rows else WEIGHTS_TILING)
-    E, tokens, K = left_EMK.shape
+    E, tokens, _ = left_EMK.shape
     left_EMK = jnp.pad(left_EMK, ((0, 0), (0, -tokens % ATOM_ROWS), (0, 0)))
     M, N = left_EMK.shape[1], right_ENK.shape[1]
     if reason := matmul_refuses(left_EMK, right_ENK, tiling):
         raise ValueError(f"block_matmul cannot run: {reason}")
     if N % (atom := ATOM_BYTES // jnp.dtype(out_dtype).itemsize):
         raise ValueError(f"block_matmul cannot run: {N} columns are not a multiple of {atom}")
-    rows, columns, steps = pl.cdiv(M, tiling.rows), pl.cdiv(N, tiling.columns), K // BLOCK
+    rows, columns = pl.cdiv(M, tiling.rows), pl.cdiv(N, tiling.columns)
     scales = (
         steps_first(left_scale_EMK, rows * tiling.rows),
         steps_first(right_scale_ENK, columns * tiling.columns // (1 if in_rows else BLOCK)),
