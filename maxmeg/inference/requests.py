@@ -60,6 +60,13 @@ class Reply:
     error: str = ""
 
 
+def sampling_columns(reply: Reply, step: int) -> dict[str, float]:
+    """How token number `step` of a reply is sampled: the fields of `sampling.Rows` by name."""
+    sampling, seed = reply.request.sampling, np.uint32(reply.seed & 0xFFFFFFFF).view(np.int32)
+    floats = {n: float(getattr(sampling, n)) for n in ("temperature", "top_p", "min_p")}
+    return {**floats, "top_k": sampling.top_k, "seed": seed, "number": reply.number, "step": step}
+
+
 def check_alone(model: ModelConfig) -> None:
     """ValueError for an encoder-decoder."""
     if model.has_source:

@@ -29,6 +29,8 @@ CASES = {  # model class, fields
     "shared": ("BertModel", ONE),
     "pooler and projection": ("BertModel", ONE | {"bert.pooler": True, "head.projection": 12}),
     "separate": ("BertModel", TWO | {"head.projection": 12}),
+    "RoBERTa": ("RobertaModel", ONE | {"bert.pooler": True, "head.projection": 12}),
+    "Megatron-BERT": ("MegatronBertModel", ONE | {"head.projection": 12}),
     "ModernBERT": ("ModernBertModel", ONE | {"head.projection": 12}),
 }
 IDS = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (ROOM, 1, 7)]
@@ -76,4 +78,5 @@ def test_vectors_are_those_of_transformers(name, tmp_path):
         found, wanted = theirs(tmp_path / "hf" / folder), ours.embed(IDS, queries=queries)
         np.testing.assert_allclose(found, wanted, rtol=0, atol=CLOSE * np.abs(wanted).max())
         assert f"SentenceTransformer('{tmp_path / 'hf' / folder}')" in report.loaded_by
-    assert any("no pooler" in note for note in report.notes) == (name in ("shared", "separate"))
+    has_note = name in ("shared", "separate", "Megatron-BERT")
+    assert any("no pooler" in note for note in report.notes) == has_note
