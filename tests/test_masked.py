@@ -71,7 +71,7 @@ def gradients(folder: Path, parallel: dict, micro_batch_size: int, dropout: bool
     data = BertDataset(corpus(folder), "1,0,0", 0, LENGTH, vocabulary())
     rows = local_rows(mesh, micro_batch_size)
     numbers = np.arange(BATCH)[rows(BATCH)]
-    samples = data.batch(numbers) | {"is_swapped": np.int32(numbers % 4 == 0)}
+    samples = data.batch(numbers) | {"is_swapped": (numbers % 4 == 0).astype(np.int32)}
     batch = place_batch(samples, rows, mesh, BATCH)
     assert sorted(batch.extra) == ["is_swapped", "token_types"]
     function = jax.jit(make_gradients(config, mesh, abstract.model))
@@ -111,7 +111,7 @@ def test_the_loss_is_that_of_masked_tokens_and_of_the_order_of_pairs(tmp_path):
 
     host = jax.tree.map(lambda array: jnp.asarray(np.asarray(array)), model)
     wanted, values = jax.jit(jax.grad(loss, has_aux=True))(host)
-    assert_equal_but_rounding(found, (values, named_gradients(wanted)), TOLERANCE, FLOOR)
+    assert_equal_but_rounding(tuple(found), (values, named_gradients(wanted)), TOLERANCE, FLOOR)
 
 
 def test_more_masked_tokens_than_have_logits_are_refused():

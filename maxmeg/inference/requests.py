@@ -1,6 +1,7 @@
 """What to generate for a prompt, and the answer."""
 
 import dataclasses
+import typing
 
 import numpy as np
 
@@ -60,7 +61,7 @@ class Reply:
     error: str = ""
 
 
-def sampling_columns(reply: Reply, step: int) -> dict[str, float]:
+def sampling_columns(reply: Reply, step: int) -> dict[str, typing.Any]:
     """How token number `step` of a reply is sampled: the fields of `sampling.Rows` by name."""
     sampling, seed = reply.request.sampling, np.uint32(reply.seed & 0xFFFFFFFF).view(np.int32)
     floats = {n: float(getattr(sampling, n)) for n in ("temperature", "top_p", "min_p")}
