@@ -22,8 +22,8 @@ from maxmeg.config.options import Retrieve as Options
 from maxmeg.inference.load import load_chosen
 from maxmeg.parallel import multihost
 from maxmeg.parallel.mesh import serving_mesh
-from maxmeg.retrieval.approximate import faiss_search
 from maxmeg.retrieval.embed import Searcher, recall
+from maxmeg.retrieval.index import faiss_search
 from maxmeg.retrieval.passages import Passages, open_passages, read_queries
 from maxmeg.runtime.faults.out_of_memory import explains_out_of_memory
 from maxmeg.runtime.gpu_environment import set_gpu_environment

@@ -271,7 +271,9 @@ def encoders(hidden: int = 32, heads: int = 4) -> dict[str, tuple[str, dict]]:
         "bert, without pairs": ("BertForMaskedLM", {**sizes, "hidden_act": "gelu_pytorch_tanh"}),
         "bert, its layers": ("BertModel", sizes),
         "megatron bert": ("MegatronBertForPreTraining", {**sizes, "type_vocab_size": 3}),
+        "megatron bert, its layers": ("MegatronBertModel", sizes),
         "roberta": ("RobertaForMaskedLM", {**sizes, **roberta}),
+        "roberta, its layers": ("RobertaModel", {**sizes, **roberta}),
         "modernbert": ("ModernBertForMaskedLM", {**sizes, **modern}),
         "modernbert, its layers": ("ModernBertModel", {**sizes, **modern, "mlp_bias": True}),
     }

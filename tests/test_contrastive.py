@@ -20,7 +20,7 @@ from maxmeg.config.data import HAS_TEXT, Objective
 from maxmeg.config.head import Biencoder, two_encoders
 from maxmeg.config.model import Norm, NormPlace, Position
 from maxmeg.config.parallel import Schedule
-from maxmeg.data.retrieval.pairs import PairDataset, Pairs
+from maxmeg.data.retrieval.pairs import PairDataset
 from maxmeg.data.retrieval.rows import Lengths
 from maxmeg.inference.embeddings import one_encoder, vectors
 from maxmeg.inference.load import Trained
@@ -57,9 +57,7 @@ def pairs(separate: bool) -> PairDataset:
     random = np.random.default_rng(0)
     sizes = [random.integers(4, 12, 2 + n % 4) for n in range(BATCH)]
     examples = [[random.integers(0, 61, size) for size in row] for row in sizes]
-    return PairDataset(
-        Pairs(examples), Lengths(LENGTH, 12, 12, separate), NEGATIVES, 61, shuffle=False
-    )
+    return PairDataset(examples, Lengths(LENGTH, 12, 12, separate), NEGATIVES, 61, shuffle=False)
 
 
 def gradients(parallel: dict, separate: bool = False, weights: LM | None = None):

@@ -40,8 +40,6 @@ from maxmeg.step import make_gradients
 
 REPOSITORY = Path(__file__).parent.parent
 TOLERANCE = 1e-5  # relative, float32: the order of sums differs
-PAIR = "['model']['bert']['pair']['weight']"  # its gradient is a sum over rows whose terms cancel
-CANCELLED = 2e-5
 FLOOR = 1e-9  # for gradients that are zero in exact arithmetic
 SLOW = pytest.mark.slow
 LAYOUTS = [
@@ -59,7 +57,11 @@ HEADS = {
 
 
 def gradients(folder: Path, parallel: dict, micro_batch_size: int, dropout: bool = True):
-    """(sums, gradients by name in model order, model, batch) of one batch of masked pairs."""
+    """(sums, gradients by name in model order, model, batch) of one batch of masked pairs.
+
+    A quarter of the labels are 1. With as many of each, the terms of the pair head's gradient
+    cancel to 1 / 220 of their size, and one rounding of the weights changes it by 1e-5.
+    """
     model = HEADS | {"vocab_size": SIZE, "num_layers": 4, "dropout_hidden": 0.1 * dropout}
     config = tiny(model, {"micro_batch_size": micro_batch_size}, **parallel)
     config.data.objective = Objective.masked
@@ -68,7 +70,9 @@ def gradients(folder: Path, parallel: dict, micro_batch_size: int, dropout: bool
     _, abstract, state = tiny_state(config, mesh)
     data = BertDataset(corpus(folder), "1,0,0", 0, LENGTH, vocabulary())
     rows = local_rows(mesh, micro_batch_size)
-    batch = place_batch(data.batch(np.arange(BATCH)[rows(BATCH)]), rows, mesh, BATCH)
+    numbers = np.arange(BATCH)[rows(BATCH)]
+    samples = data.batch(numbers) | {"is_swapped": (numbers % 4 == 0).astype(np.int32)}
+    batch = place_batch(samples, rows, mesh, BATCH)
     assert sorted(batch.extra) == ["is_swapped", "token_types"]
     function = jax.jit(make_gradients(config, mesh, abstract.model))
     found, sums = function(state.model, batch, state.key)
@@ -85,15 +89,7 @@ def one_device(tmp_path_factory):
 def test_layout_equals_one_device(one_device, tmp_path, parallel, micro):
     assert one_device[0].keys() == {"loss", "pair_loss", "pair_accuracy"}
     found = gradients(tmp_path, parallel, micro)
-    for tolerance, is_head in ((TOLERANCE, False), (CANCELLED, True)):
-        sides = split_head(found, is_head), split_head(one_device, is_head)
-        assert_equal_but_rounding(*sides, tolerance, FLOOR)
-
-
-def split_head(results: tuple, is_head: bool) -> tuple:
-    """(losses, gradients): of the head of pairs, or all others."""
-    losses, arrays, *_ = results
-    return losses, {name: array for name, array in arrays.items() if (name == PAIR) == is_head}
+    assert_equal_but_rounding(found, one_device, TOLERANCE, FLOOR)
 
 
 def test_the_loss_is_that_of_masked_tokens_and_of_the_order_of_pairs(tmp_path):
@@ -115,7 +111,7 @@ def test_the_loss_is_that_of_masked_tokens_and_of_the_order_of_pairs(tmp_path):
 
     host = jax.tree.map(lambda array: jnp.asarray(np.asarray(array)), model)
     wanted, values = jax.jit(jax.grad(loss, has_aux=True))(host)
-    assert_equal_but_rounding(found, (values, named_gradients(wanted)), TOLERANCE, FLOOR)
+    assert_equal_but_rounding(tuple(found), (values, named_gradients(wanted)), TOLERANCE, FLOOR)
 
 
 def test_more_masked_tokens_than_have_logits_are_refused():

@@ -14,9 +14,8 @@ from maxmeg.config.model import Position
 from maxmeg.config.options import Retrieve
 from maxmeg.config.validate import check_settings
 from maxmeg.data.tokenizers.load import load_tokenizer
-from maxmeg.retrieval.approximate import faiss_search
 from maxmeg.retrieval.embed import recall
-from maxmeg.retrieval.index import Index
+from maxmeg.retrieval.index import Index, faiss_search
 from maxmeg.retrieval.passages import open_passages
 
 SLOW = pytest.mark.slow

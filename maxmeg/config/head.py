@@ -24,6 +24,14 @@ def two_encoders(num_layers: int) -> str:
     return f"{num_layers}(encoder_attention,encoder_mlp) {ENCODER_LAYERS}"
 
 
+def name_in_two(name: str, queries: bool) -> str:
+    """Of an array of one encoder, the name in a model with two: that of queries, or of texts."""
+    layers = name.removeprefix("stack.groups.0.")
+    if layers != name:
+        return f"stack.groups.{int(not queries)}.{layers}"
+    return f"query.{name}" if queries else name
+
+
 @dataclasses.dataclass
 class HeadConfig:
     """A linear layer from the hidden states, or from the pooler's output, to the classes or to the

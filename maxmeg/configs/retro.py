@@ -9,23 +9,18 @@ in these layers. Compare `maxmeg evaluate runs/retro --neighbours=none` and shuf
 from maxmeg.config.data import Objective
 from maxmeg.config.model import DType, Position
 from maxmeg.config.retro import retro_layers
-from maxmeg.config.schema import Config, LrDecay
+from maxmeg.config.schema import Config
+from maxmeg.configs.bert import small_run
 
 
 def get_config(chunked: str = "2,4") -> Config:
     config, numbers = Config(run_dir="runs/retro"), tuple(map(int, chunked.split(",")))
-    model, data, train, optim = config.model, config.data, config.train, config.optim
+    model, data = config.model, config.data
     num_layers = max(4, *numbers)
     model.layers = retro_layers(numbers, num_layers)
     model.num_layers = num_layers + 4  # two of the encoder, its norm, and a layer in two parts
     model.dtype, model.hidden_size = DType.float32, 64
     model.position = Position.learned  # so that queries find a place in the continuation
-    data.objective, data.split = Objective.retro, "92,4,4"
+    data.objective, data.sequence_length = Objective.retro, 64
     data.chunk_length, data.num_neighbours, data.neighbour_length = 16, 2, 32
-    data.sequence_length = 64
-    train.global_batch_size, train.num_steps = 16, 800
-    train.eval_every = config.checkpoint.save_every = 200
-    train.eval_steps, config.log.every = 32, 40
-    optim.lr, optim.min_lr, optim.warmup_fraction = 3e-3, 3e-4, 0.05
-    optim.decay = LrDecay.cosine
-    return config
+    return small_run(config, 3e-3, 3e-4)

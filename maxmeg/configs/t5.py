@@ -8,8 +8,9 @@ the source lacks; a small model for a CPU. Pairs of texts: --data.objective=seq2
 """
 
 from maxmeg.config.model import DType
-from maxmeg.config.schema import Config, LrDecay
+from maxmeg.config.schema import Config
 from maxmeg.configs import gpt
+from maxmeg.configs.bert import small_run
 from maxmeg.models.registry import use_architecture
 
 
@@ -17,17 +18,12 @@ def get_config(size: str = "") -> Config:
     if size:
         return gpt.get_config(size)
     config = use_architecture(Config(run_dir="runs/t5"), "t5-v1.1-small")
-    model, data, train, optim = config.model, config.data, config.train, config.optim
+    model, data = config.model, config.data
     model.dtype, model.num_layers, model.hidden_size = DType.float32, 5, 128
     model.layers = "2(encoder_attention,encoder_mlp) encoder_norm *(attention,cross,mlp)"
     model.attention.num_heads = model.attention.num_kv_heads = 4
     model.attention.head_dim, model.mlp.ffn_size = 32, 256
     model.dropout_hidden = model.dropout_embedding = model.attention.dropout = 0.0
     model.vocab_size = model.max_position = 0  # as the tokenizer and the rows need
-    data.source_length, data.sequence_length, data.split = 128, 64, "92,4,4"
-    train.global_batch_size, train.num_steps = 16, 800
-    train.eval_every = config.checkpoint.save_every = 200
-    train.eval_steps, config.log.every = 32, 40
-    optim.lr, optim.min_lr, optim.warmup_fraction = 1e-3, 1e-4, 0.05
-    optim.decay = LrDecay.cosine
-    return config
+    data.source_length, data.sequence_length = 128, 64
+    return small_run(config, 1e-3, 1e-4)

@@ -5,7 +5,7 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from maxmeg.config.data import DataConfig, DataOrder, Objective
 from maxmeg.config.schema import Config
@@ -18,7 +18,7 @@ from maxmeg.data.masked.t5 import T5Dataset
 from maxmeg.data.prepare import standard_library as default_corpus
 from maxmeg.data.resuming import Record, kept_parts
 from maxmeg.data.retrieval.ict import IctDataset
-from maxmeg.data.retrieval.pairs import PairDataset, Pairs, read_pairs
+from maxmeg.data.retrieval.pairs import PairDataset, read_pairs
 from maxmeg.data.retrieval.rows import TextEncoder, lengths_of
 from maxmeg.data.samples import fim, phases
 from maxmeg.data.samples import rows as whole_documents  # chats, labelled and packed documents
@@ -138,8 +138,8 @@ def build_dataset(
     if starts:
         phases.check_changeable(names, weights)
     if config.objective in SENTENCES:
-        order = SentenceOrder(seed, num_samples, cache_dir)
-        return SENTENCES[config.objective](config, names, (split, split_index), tokenizer, order)
+        order, part = SentenceOrder(seed, num_samples, cache_dir), (split, split_index)
+        return SENTENCES[config.objective](_Opening(config, names, part, tokenizer, order))
     if whole_documents.reads(config):
         _refuse_weights(config, prefixes, weights)
         opened = functools.partial(remote.open_dataset, config=config, folder=cache_dir)
@@ -348,18 +348,47 @@ def _refuse_empty(empty: list[IndexedDataset], split: str, split_index: int) -> 
         )
 
 
-def _open_masked(
-    config: DataConfig,
-    names: list[str],
-    part: tuple[str, int],
-    tokenizer: Tokenizer,
-    order: SentenceOrder,
-) -> BertDataset | T5Dataset | None:
-    """Samples of BERT or T5 from a split of a corpus of sentences; None where another split than
-    training has no document."""
-    corpus = _open_sentences(config, names, part, tokenizer, order)
-    if corpus is None:
+@dataclasses.dataclass(frozen=True)
+class _Opening:
+    """What a split's samples are opened from. part: weights of the split, as data.split, and its
+    number."""
+
+    config: DataConfig
+    names: list[str]
+    part: tuple[str, int]
+    tokenizer: Tokenizer
+    order: SentenceOrder
+
+    def corpus(self, name: str) -> IndexedDataset:
+        vocab_size = self.tokenizer.vocab_size
+        return remote.open_dataset(name, self.config, self.order.cache_dir, vocab_size)
+
+    def is_empty(self, size: int) -> bool:
+        """Whether another split than training has none of `size` documents or sequences."""
+        begin, end = split_range(*self.part, size)
+        return begin == end and self.part[1] > 0
+
+
+def _open_sentences(opening: _Opening) -> Dataset | None:
+    """Samples of one corpus of documents; None where another split than training has none."""
+    config, names = opening.config, opening.names
+    if not names:
         return None
+    if len(names) > 1:
+        raise ValueError(
+            f"data.objective={config.objective.value} reads one corpus, not {len(names)} "
+            f"({', '.join(names)}): merge them (maxmeg preprocess reads several files), or name one"
+        )
+    corpus = opening.corpus(names[0])
+    if opening.is_empty(corpus.num_documents):
+        return None
+    part, tokenizer, order = opening.part, opening.tokenizer, opening.order
+    if config.objective is Objective.retro:
+        return RetroDataset(corpus, *part, config, tokenizer, order.seed)
+    if config.objective is Objective.ict:
+        titles = opening.corpus(config.titles) if config.titles else None
+        encoder, lengths = TextEncoder.of(tokenizer), lengths_of(config)
+        return IctDataset(corpus, part, lengths, encoder, titles, config.query_in_block, order)
     vocabulary = Vocabulary.of(tokenizer)
     if config.objective is Objective.span_corruption:
         lengths = config.source_tokens, config.sequence_length
@@ -368,34 +397,9 @@ def _open_masked(
     return BertDataset(corpus, *part, config.sequence_length, vocabulary, **rest)
 
 
-def _open_sentences(
-    config: DataConfig,
-    names: list[str],
-    part: tuple[str, int],
-    tokenizer: Tokenizer,
-    order: SentenceOrder,
-) -> IndexedDataset | None:
-    """The one corpus; None where another split than training has no document."""
-    if not names:
-        return None
-    if len(names) > 1:
-        raise ValueError(
-            f"data.objective={config.objective.value} reads one corpus, not {len(names)} "
-            f"({', '.join(names)}): merge them (maxmeg preprocess reads several files), or name one"
-        )
-    corpus = remote.open_dataset(names[0], config, order.cache_dir, tokenizer.vocab_size)
-    begin, end = split_range(*part, corpus.num_documents)
-    return None if begin == end and part[1] else corpus
-
-
-def _open_pairs(
-    config: DataConfig,
-    names: list[str],
-    part: tuple[str, int],
-    tokenizer: Tokenizer,
-    order: SentenceOrder,
-) -> AlignedDataset | None:
+def _open_pairs(opening: _Opening) -> AlignedDataset | None:
     """Pairs from a split of two corpora; None where another split than training has none."""
+    config, names, part = opening.config, opening.names, opening.part
     if not names:
         return None
     if len(names) != 2:
@@ -403,59 +407,21 @@ def _open_pairs(
             f"data.objective=seq2seq reads two corpora, SOURCE,TARGET, not {len(names)} "
             f"({', '.join(names)}): name the two files of maxmeg preprocess --aligned"
         )
-    folder, vocab_size = order.cache_dir, tokenizer.vocab_size
-    corpora = [remote.open_dataset(name, config, folder, vocab_size) for name in names]
-    begin, end = split_range(*part, len(corpora[0]))
-    if begin == end and part[1]:
+    corpora = [opening.corpus(name) for name in names]
+    if opening.is_empty(len(corpora[0])):
         return None
     lengths, cuts = (config.source_tokens, config.sequence_length), config.too_long.value
-    data = AlignedDataset(corpora, *part, lengths, tokenizer, cuts == "truncate", order.seed)
+    rest = lengths, opening.tokenizer, cuts == "truncate", opening.order.seed
+    data = AlignedDataset(corpora, *part, *rest)
     logger.info("%s: %s", SPLITS[part[1]], data)
     return data
 
 
-def _open_retro(
-    config: DataConfig,
-    names: list[str],
-    part: tuple[str, int],
-    tokenizer: Tokenizer,
-    order: SentenceOrder,
-) -> RetroDataset | None:
-    """Chunks with neighbours of a split of a corpus; None where another split than training has no
-    document."""
-    corpus = _open_sentences(config, names, part, tokenizer, order)
-    if corpus is None:
-        return None
-    return RetroDataset(corpus, *part, config, tokenizer, order.seed)
-
-
-def _open_ict(
-    config: DataConfig,
-    names: list[str],
-    part: tuple[str, int],
-    tokenizer: Tokenizer,
-    order: SentenceOrder,
-) -> IctDataset | None:
-    """Samples of the inverse cloze task; None where another split than training has no document."""
-    opened = _open_sentences(config, names, part, tokenizer, order)
-    if opened is None:
-        return None
-    titles = config.titles and remote.open_dataset(
-        config.titles, config, order.cache_dir, tokenizer.vocab_size
-    )
-    encoder, lengths = TextEncoder.of(tokenizer), lengths_of(config)
-    return IctDataset(opened, part, lengths, encoder, titles or None, config.query_in_block, order)
-
-
-def _open_retrieval(
-    config: DataConfig,
-    names: list[str],
-    part: tuple[str, int],
-    tokenizer: Tokenizer,
-    order: SentenceOrder,
-) -> PairDataset | None:
+def _open_retrieval(opening: _Opening) -> PairDataset | None:
     """Queries and their texts from a split of files; None where another split than training has
     none."""
+    config, names, part = opening.config, opening.names, opening.part
+    tokenizer = opening.tokenizer
     examples = [each for name in names for each in read_pairs(config, name, tokenizer, part)]
     if not examples and part[1]:
         return None
@@ -465,17 +431,15 @@ def _open_retrieval(
             "more weight"
         )
     lengths, size = lengths_of(config), tokenizer.vocab_size
-    pairs, shuffle = Pairs(examples), part[1] == 0
-    return PairDataset(pairs, lengths, config.negatives, size, order.seed, shuffle)
+    rest = size, opening.order.seed, part[1] == 0
+    return PairDataset(examples, lengths, config.negatives, *rest)
 
 
-SENTENCES = {
-    Objective.ict: _open_ict,
+SENTENCES: dict[Objective, Callable[[_Opening], Dataset | None]] = {
     Objective.retrieve: _open_retrieval,
-    Objective.masked: _open_masked,
-    Objective.span_corruption: _open_masked,
     Objective.seq2seq: _open_pairs,
-    Objective.retro: _open_retro,
+    **dict.fromkeys((Objective.ict, Objective.retro), _open_sentences),
+    **dict.fromkeys((Objective.masked, Objective.span_corruption), _open_sentences),
 }
 
 

@@ -234,8 +234,9 @@ def export_model(
     shown = " and ".join(f"SentenceTransformer('{target / name}')" for name in encoders)
     changed: dict[str, typing.Any] = {"num_tensors": tensors, "num_parameters": parameters}
     changed |= {"loaded_by": f"sentence_transformers.{shown}"}
-    if not trained.model.bert.pooler and reports[0].family == "BertModel":
-        zero = "the biencoder has no pooler: that of BertModel is written as zeros and not used"
+    if any(encoder.adds_pooler for encoder in encoders.values()):
+        name = reports[0].family
+        zero = f"the biencoder has no pooler: that of {name} is written as zeros and not used"
         changed["notes"] = (*reports[0].notes, zero)
     return dataclasses.replace(reports[0], **changed)
 

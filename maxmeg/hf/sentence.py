@@ -9,14 +9,15 @@ from pathlib import Path
 import numpy as np
 
 from maxmeg.checkpoint.stream import TensorInfo
-from maxmeg.config.head import Biencoder
+from maxmeg.config.head import Biencoder, name_in_two
 from maxmeg.config.setting import with_fields
 from maxmeg.hf.families import read as families
 from maxmeg.hf.families.binding import Binding, Place
 from maxmeg.hf.formats.safetensors import SafetensorsWriter
 from maxmeg.hf.trained import MASTER, TrainedModel
 
-FAMILIES = {"BertModel": {"bert.pooler": True}, "ModernBertModel": {"bert.pooler": False}}
+FAMILIES = {"BertModel": True, "MegatronBertModel": True, "RobertaModel": True}  # with a pooler?
+FAMILIES |= {"ModernBertModel": False}
 POOLER, PROJECTION = "bert.pooler", "classifier.linear"
 ACTIVATIONS = {POOLER: "torch.nn.modules.activation.Tanh"}
 IDENTITY = "torch.nn.modules.linear.Identity"
@@ -26,8 +27,8 @@ TYPES = "sentence_transformers.models."
 class SentenceEncoder:
     """One encoder of a biencoder, with the interface of TrainedModel.
 
-    queries: with two encoders, take that of the queries. BertModel always has a pooler: its weights
-    are zero if the biencoder has none. ValueError if no transformers class can express the layers.
+    queries: with two encoders, take that of the queries. A pooler that the class has, and the
+    biencoder has not, is written as zeros. ValueError if no class can express the layers.
     """
 
     def __init__(self, trained: TrainedModel, queries: bool) -> None:
@@ -36,8 +37,8 @@ class SentenceEncoder:
         self.queries, self.one = queries, trained.model.one_encoder
         plain = {"head.biencoder": Biencoder.none, "head.projection": 0}
         self.family, problems = "", []
-        for family, fields in FAMILIES.items():
-            model = with_fields(self.one, plain | fields)
+        for family, has_pooler in FAMILIES.items():
+            model = with_fields(self.one, plain | {"bert.pooler": has_pooler})
             try:
                 families.hf_config(model, family)
             except ValueError as error:
@@ -46,6 +47,10 @@ class SentenceEncoder:
             self.family, self.model = family, model
         if not self.family:
             raise ValueError("\n".join(problems))
+
+    @property
+    def adds_pooler(self) -> bool:
+        return self.model.bert.pooler and not self.one.bert.pooler
 
     def bindings(self) -> list[Binding]:
         """Return the bindings of the layers' tensors to arrays of the checkpoint."""
@@ -58,7 +63,7 @@ class SentenceEncoder:
 
     def read(self, place: Place) -> np.ndarray:
         """As TrainedModel.read."""
-        if place.name.startswith(POOLER) and not self.one.bert.pooler:
+        if place.name.startswith(POOLER) and self.adds_pooler:
             return np.zeros(families.array_shapes(self.model)[place.name], np.float32)
         return self.trained.read(place._replace(name=self._saved(place.name)))
 
@@ -68,12 +73,7 @@ class SentenceEncoder:
 
     def _saved(self, name: str) -> str:
         """The name of an array in the checkpoint."""
-        if not self.is_separate:
-            return name
-        layers = name.removeprefix("stack.groups.0.")
-        if layers != name:
-            return f"stack.groups.{int(not self.queries)}.{layers}"
-        return f"query.{name}" if self.queries else name
+        return name_in_two(name, self.queries) if self.is_separate else name
 
     def write_modules(self, folder: Path) -> None:
         """Write the modules after the layers: first-token pooling, pooler and projection."""

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from maxmeg.config.head import Biencoder
+from maxmeg.config.head import Biencoder, name_in_two
 from maxmeg.inference.load import Trained
 from maxmeg.inference.programs import jitted
 from maxmeg.inference.requests import check_alone, check_ids
@@ -149,6 +149,13 @@ class Embedder:
         return found
 
 
+def embedders(trained: Trained, few: bool = False, longest: int = 0) -> tuple[Embedder, Embedder]:
+    """Return the embedders of texts and of queries: one, unless a biencoder has two encoders."""
+    of_texts = Embedder(trained, few, longest)
+    is_separate = of_texts.biencoder is Biencoder.separate
+    return of_texts, Embedder(trained, few, longest, queries=True) if is_separate else of_texts
+
+
 def one_encoder(trained: Trained, queries: bool) -> Trained:
     """Return the encoder of queries, or that of texts, of a biencoder that has two; another model
     as it is. Weights are not copied."""
@@ -156,13 +163,8 @@ def one_encoder(trained: Trained, queries: bool) -> Trained:
         return trained
     config = dataclasses.replace(trained.config, model=trained.config.model.one_encoder)
     like = jax.eval_shape(lambda key: language_model(key, config), jax.random.key(0))
-    arrays, (ends, group) = to_arrays(trained.model), ("query.", 0) if queries else ("", 1)
-
-    def name_of_two(name: str) -> str:
-        layers = name.removeprefix("stack.groups.0.")
-        return f"{ends}{name}" if layers == name else f"stack.groups.{group}.{layers}"
-
-    found = {name: arrays[name_of_two(name)] for name in to_arrays(like)}
+    arrays = to_arrays(trained.model)
+    found = {name: arrays[name_in_two(name, queries)] for name in to_arrays(like)}
     return dataclasses.replace(trained, model=from_tree(nested(found), like), config=config)
 
 

@@ -31,6 +31,7 @@ from maxmeg.inference.requests import (
     check_ids,
     check_length,
     check_source,
+    sampling_columns,
 )
 from maxmeg.inference.sampling import Sampling
 from maxmeg.inference.scheduler import Chunk, Job, Limits, Scheduler, Token
@@ -268,13 +269,7 @@ class Engine:
             "lane": job.lane % self.programs.size.lanes,
             "row_length": row_length(self.model, reply, row.start),
             "adapter": self.adapters.index(reply.request.adapter),
-            "top_k": sampling.top_k,
-            "seed": np.uint32(reply.seed & 0xFFFFFFFF).view(np.int32),
-            "number": reply.number,
             "wants_top": sampling.top_logprobs > 0,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "min_p": sampling.min_p,
             "penalises": sampling.penalises,
             "prompt_length": len(job.prompt),
             "repetition": sampling.repetition_penalty,
@@ -289,16 +284,17 @@ class Engine:
             "source": 0 if self.start is None else len(reply.prompt),
         }
         index = row.index if isinstance(row, Token) else 0
+        columns |= sampling_columns(reply, index)
         if active.matcher and index == len(job.tokens):  # else the token is known, or there is none
             columns |= {"is_masked": True, "allowed": active.matcher.mask()}
         if isinstance(row, Chunk):
             ahead = max(1, self.programs.drafts)
             tokens = job.prompt[row.start : row.start + row.count + ahead]
-            rest = {"token": -1, "is_last": row.is_last, "step": 0, "tokens": tokens}
+            rest = {"token": -1, "is_last": row.is_last, "tokens": tokens}
             rest["source_tokens"] = () if self.start is None else reply.prompt
             return columns | {"count": row.count} | rest
         known = job.tokens[index - 1] if index <= len(job.tokens) else -1
-        rest = {"token": known, "is_last": False, "step": index, "tokens": row.ahead}
+        rest = {"token": known, "is_last": False, "tokens": row.ahead}
         return columns | {"count": 1 + len(row.ahead)} | rest
 
     def _finish(self, rows: Step, arrays: tuple[jax.Array, ...]) -> None:

@@ -28,7 +28,7 @@ from maxmeg.hf.convert import Report, export_model
 from maxmeg.hf.trained import CARRIED, carried_folder
 from maxmeg.inference.activations import capture
 from maxmeg.inference.classification import Text, class_probabilities, logits
-from maxmeg.inference.embeddings import Embedder, Pooling
+from maxmeg.inference.embeddings import Embedder, Pooling, embedders
 from maxmeg.inference.engine import Engine
 from maxmeg.inference.load import Trained, cast
 from maxmeg.inference.programs import jitted
@@ -169,15 +169,11 @@ class LanguageModel:
         mean, that of the first token, or the pooler's output for that. truncate: cut texts that
         exceed the context, instead of a ValueError. queries: of a biencoder with two encoders, use
         that of queries."""
-        return (self._query_embedder if queries else self._embedder)(texts, pooling, truncate)
+        return self._embedders[queries](texts, pooling, truncate)
 
     @functools.cached_property
-    def _embedder(self) -> Embedder:
-        return Embedder(self.trained)
-
-    @functools.cached_property
-    def _query_embedder(self) -> Embedder:
-        return Embedder(self.trained, queries=True)
+    def _embedders(self) -> tuple[Embedder, Embedder]:
+        return embedders(self.trained)
 
     def classify(
         self, examples: Sequence[Text | Sequence[Text]], truncate: bool = False

@@ -1,6 +1,7 @@
 """What to generate for a prompt, and the answer."""
 
 import dataclasses
+import typing
 
 import numpy as np
 
@@ -58,6 +59,13 @@ class Reply:
     text: str = ""
     reason: str = ""
     error: str = ""
+
+
+def sampling_columns(reply: Reply, step: int) -> dict[str, typing.Any]:
+    """How token number `step` of a reply is sampled: the fields of `sampling.Rows` by name."""
+    sampling, seed = reply.request.sampling, np.uint32(reply.seed & 0xFFFFFFFF).view(np.int32)
+    floats = {n: float(getattr(sampling, n)) for n in ("temperature", "top_p", "min_p")}
+    return {**floats, "top_k": sampling.top_k, "seed": seed, "number": reply.number, "step": step}
 
 
 def check_alone(model: ModelConfig) -> None:

@@ -38,7 +38,7 @@ from maxmeg.hf.families.binding import Binding
 from maxmeg.hf.families.keys import resolved, unread_groups, with_layers
 from maxmeg.hf.families.read import bindings, plain_value
 from maxmeg.hf.families.tables import QKV, Family
-from maxmeg.megatron import bert, hybrid, t5
+from maxmeg.megatron import encoders, hybrid
 from maxmeg.megatron import experts as megatron_experts
 from maxmeg.megatron.experts import Arguments, chosen
 from maxmeg.megatron.torch_dist import METADATA, TorchDistReader
@@ -61,8 +61,7 @@ ENDS = {
     "positions": "embedding.position_embeddings",
     "final_norm": "decoder.final_layernorm",
     "output": "output_layer",
-    **bert.ENDS,
-    **t5.ENDS,
+    **encoders.ENDS,
 }
 LAYERS = {
     QKV: "self_attention.linear_qkv",
@@ -131,8 +130,7 @@ def import_megatron(
     target = pathlib.Path(target).absolute()
     check_empty(target)
     with TorchDistReader(iteration_folder(source), python) as reader:
-        arguments = bert.with_tensors(reader.arguments(), reader.tensors)
-        arguments = t5.with_tensors(arguments, reader.tensors)
+        arguments = encoders.with_tensors(reader.arguments(), reader.tensors)
         config = resolve_config(config, arguments, tokenizer)
         config.run_dir = str(target)
         identity = resolve_sizes(config, reader.tensors)
@@ -249,11 +247,11 @@ def architecture(arguments: Arguments) -> dict[str, typing.Any]:
         "max_position": arguments.get("max_position_embeddings") or 0,
         **windows(arguments, refused),
         **megatron_experts.expert_fields(arguments, refused),
-        **bert.bert_fields(arguments),
+        **encoders.bert_fields(arguments),
     }
     if fields["position"] is Position.rotary:
         fields |= rotary(arguments)
-    fields |= t5.t5_fields(arguments, fields["position"])
+    fields |= encoders.t5_fields(arguments, fields["position"])
     if mixed := hybrid.hybrid_fields(arguments, fields.get("local"), refused):
         fields = {n: value for n, value in fields.items() if n not in ("local", "dense")} | mixed
     fields = with_layers(fields)
@@ -372,7 +370,7 @@ def family(model: ModelConfig) -> Family:
     up = ("mlp.gate", "mlp.up") if model.gated else "mlp.up"
     shared, arrays, experts = megatron_experts.names(model.gated)
     layers = {**LAYERS, up: "mlp.linear_fc1", **shared, **hybrid.MODULES}
-    of_sides = functools.partial(t5.layer_names, layers=layers) if model.has_source else None
+    of_sides = functools.partial(encoders.layer_names, layers=layers) if model.has_source else None
     return Family(
         model_type="megatron",
         parts=(),
@@ -381,7 +379,7 @@ def family(model: ModelConfig) -> Family:
         layer=LAYER,
         layers=layers,
         layer_names=of_sides,
-        grouped=frozenset({LAYERS[QKV], t5.CROSS_KEYS}),
+        grouped=frozenset({LAYERS[QKV], encoders.CROSS_KEYS}),
         arrays={**arrays, **hybrid.ARRAYS},
         experts=experts,
     )
@@ -393,11 +391,11 @@ def locate(
     """Return the pieces of every binding's tensor, in order; ValueError naming all problems."""
     names: dict[str, str] = {}
     problems: list[str] = []
-    is_bert = not any(t5.CROSS in key for key in tensors)
+    is_bert = not any(encoders.CROSS in key for key in tensors)
     for key in tensors:
         if IGNORED.match(key):
             continue
-        name = key.replace(bert.LAYERS, "decoder.") if is_bert else key
+        name = key.replace(encoders.BERT_LAYERS, "decoder.") if is_bert else key
         for fused, plain in FUSED_NORMS:
             name = name.replace(fused, plain)
         if name in names:

@@ -13,11 +13,10 @@ from maxmeg.config.model import ModelConfig
 from maxmeg.config.schema import Config
 from maxmeg.config.setting import with_fields
 from maxmeg.models.dense_sizes import DENSE, Fields
-from maxmeg.models.encoder_sizes import ENCODERS
+from maxmeg.models.encoder_sizes import ENCODER_DECODERS, ENCODERS, LATER
 from maxmeg.models.expert_sizes import SPARSE
 from maxmeg.models.hybrid_sizes import HYBRIDS
 from maxmeg.models.linear_sizes import LINEAR
-from maxmeg.models.t5_sizes import ENCODER_DECODERS, LATER
 
 LONGEST_SAMPLE = 8192  # default limit of tokens per row, also if max_position is larger
 ARCHITECTURES: dict[str, Fields] = DENSE | SPARSE | HYBRIDS | LINEAR | ENCODERS

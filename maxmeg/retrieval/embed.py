@@ -8,9 +8,8 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from maxmeg.checkpoint.manager import Checkpointer
-from maxmeg.config.head import Biencoder
 from maxmeg.data.retrieval.rows import TextEncoder
-from maxmeg.inference.embeddings import Embedder, Pooling
+from maxmeg.inference.embeddings import Pooling, embedders
 from maxmeg.inference.load import Trained
 from maxmeg.retrieval.index import DESCRIPTION, Index
 from maxmeg.retrieval.passages import Passages
@@ -29,9 +28,7 @@ class Searcher:
 
     def __init__(self, trained: Trained, pooling: Pooling | None = None) -> None:
         self.trained, self.config = trained, trained.config.data
-        self.embedder = self.of_queries = Embedder(trained)
-        if trained.config.model.head.biencoder is Biencoder.separate:
-            self.of_queries = Embedder(trained, queries=True)
+        self.embedder, self.of_queries = embedders(trained)
         if trained.config.model.attention.causal:
             raise ValueError(
                 "model.attention.causal=true: the vectors of texts are a bidirectional model's: "

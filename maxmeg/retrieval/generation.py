@@ -12,8 +12,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from maxmeg.inference.load import Trained
-from maxmeg.inference.programs import jitted
-from maxmeg.inference.requests import Reply, Request, check_ids, check_length
+from maxmeg.inference.programs import jitted, rows_of
+from maxmeg.inference.requests import Reply, Request, check_ids, check_length, sampling_columns
 from maxmeg.inference.sampling import Rows, Sampling, sample
 from maxmeg.inference.text import Text
 from maxmeg.layers.context import Context, Source
@@ -95,7 +95,9 @@ class Generator:
                 near_BCS[is_new_BC], segments_BCS[is_new_BC] = self.search(chunks_NM)
             complete_B = lengths_B // self.chunk
             sources = (array.reshape(len(replies), -1) for array in (near_BCS, segments_BCS))
-            arrays = (ids_BL, *sources, lengths_B, rows_of(replies))
+            columns = [sampling_columns(reply, len(reply.tokens)) for reply in replies]
+            rows = rows_of({name: np.array([c[name] for c in columns]) for name in columns[0]})
+            arrays = (ids_BL, *sources, lengths_B, rows)
             found = self.program(self.trained.model, *jax.tree.map(jnp.asarray, arrays))
             tokens, logprobs = (np.asarray(array).tolist() for array in found)
             for row, reply in enumerate(replies):
@@ -103,17 +105,6 @@ class Generator:
                     ids_BL[row, lengths_B[row]] = tokens[row]
                     add(reply, texts[row], tokens[row], logprobs[row])
             yield
-
-
-def rows_of(replies: list[Reply]) -> Rows:
-    """How the next token of each reply is sampled."""
-    samplings = [reply.request.sampling for reply in replies]
-    floats = [[getattr(s, name) for s in samplings] for name in ("temperature", "top_p", "min_p")]
-    temperatures, top_ps, min_ps = np.array(floats, np.float32)
-    seeds = np.array([reply.seed & 0xFFFFFFFF for reply in replies], np.uint32).view(np.int32)
-    integers = [[s.top_k for s in samplings], [r.number for r in replies]]
-    top_ks, numbers, steps = np.array([*integers, [len(r.tokens) for r in replies]], np.int32)
-    return Rows(temperatures, top_ks, top_ps, min_ps, seeds, numbers, steps)  # pyright: ignore
 
 
 def add(reply: Reply, text: Text, token: int, logprob: float) -> None:

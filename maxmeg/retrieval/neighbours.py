@@ -186,9 +186,8 @@ def open_search(config: Config, encoder: Encoder) -> Search:
     corpus or with another tokenizer, encoder or chunk length."""
     (tokenizer, corpus), data = open_indexed(config), config.data
     database = split_chunks(corpus, data.split, 0, data.chunk_length)
-    expected = {"chunk_length": data.chunk_length, "database": database.identity}
-    folder, expected = folder_of(data), expected | {"tokenizer": tokenizer.identity}
-    check_description(folder, **expected)
+    folder = folder_of(data)
+    check_description(folder, database, tokenizer)
     index = indices.Index.open(folder / DATABASE, encoder.hash, database.identity)
     sizes = data.num_neighbours, data.neighbour_length
     return Search(database, index, tokenizer, encoder, *sizes)

@@ -10,7 +10,7 @@ import numpy as np
 from maxmeg.config.data import DataConfig
 from maxmeg.data.corpus.indexed import IndexedDataset
 from maxmeg.data.labelled.files import BadRow, titled
-from maxmeg.data.prepare.documents import parse_json
+from maxmeg.data.prepare.documents import parse_json, read_records
 from maxmeg.data.retrieval.ict import Blocks
 from maxmeg.data.retrieval.rows import TextEncoder
 from maxmeg.data.tokenizers.tokenizer import Tokenizer
@@ -126,12 +126,10 @@ def read_queries(path: str, passages: Passages) -> tuple[list[str], np.ndarray]:
     text: its own text as the corpus has it. ValueError for rows that are not in the corpus."""
     queries, rows = [], []
     known: dict[str, int] = {}
-    for number, line in enumerate(Path(path).read_text("utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        place = f"{path}, line {number}"
+    for record in read_records([path]):
+        place = record.place
         try:
-            row: Any = parse_json(line.encode())
+            row: Any = parse_json(record.data)
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from None
         query = row.get("query") if isinstance(row, dict) else None

@@ -18,9 +18,8 @@ from jaxtyping import Float
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from maxmeg.config.head import Biencoder
 from maxmeg.config.options import EngineOptions, ModelOptions, Serve
-from maxmeg.inference.embeddings import Embedder, Pooling
+from maxmeg.inference.embeddings import Pooling, embedders
 from maxmeg.inference.load import Trained
 from maxmeg.server.errors import ApiError, Json, add_handlers
 from maxmeg.server.fields import Embeddings
@@ -34,10 +33,7 @@ MOST_TEXTS = 2048  # in a request, as OpenAI's
 class ServedEncoder(Served):
     def __init__(self, trained: Trained, name: str, options: Serve) -> None:
         super().__init__(trained, name, options)
-        longest = options.max_prompt
-        self.embedder = self.of_queries = Embedder(trained, few=True, longest=longest)
-        if trained.config.model.head.biencoder is Biencoder.separate:
-            self.of_queries = Embedder(trained, few=True, longest=longest, queries=True)
+        self.embedder, self.of_queries = embedders(trained, few=True, longest=options.max_prompt)
 
     def tokens(self, text: str, opening: bool = True) -> list[int]:
         first, last = self.embedder.ends if opening else ([], [])
@@ -81,9 +77,8 @@ class EncoderWorker:
 
     async def warm_up(self, failed: Callable[[], None]) -> None:
         try:
-            await self.run(self.embedder.warm_up)
-            if self.of_queries is not self.embedder:
-                await self.run(self.of_queries.warm_up)
+            for embedder in dict.fromkeys((self.embedder, self.of_queries)):
+                await self.run(embedder.warm_up)
             self.is_warm = True
         except Exception as error:
             self.failure = error
@@ -156,11 +151,8 @@ def make_encoder_app(
     @app.post("/v1/embeddings")
     async def embeddings(http: fastapi.Request, body: Embeddings) -> Response:
         served.check_name(body.model)
-        texts, pooling, width = (
-            several(body.input),
-            body.pooling or served.embedder.default,
-            served.embedder.width,
-        )
+        texts, width = several(body.input), served.embedder.width
+        pooling = body.pooling or served.embedder.default
         if not 0 < len(texts) <= MOST_TEXTS:
             raise ApiError(400, f"input has {len(texts)} texts: give 1 to {MOST_TEXTS}", "input")
         if body.dimensions not in (None, width):

@@ -174,7 +174,7 @@ def test_dpr_files_are_read(tmp_path, vocabulary):
     columns = ("question", "positive_ctxs", "hard_negative_ctxs")
     data = opened(tmp_path, vocabulary, [row], columns=columns)
     assert data is not None
-    assert [each.tolist() for each in data.pairs.examples[0]] == [[2, 5, 3], [2, 6, 3, 7, 3]]
+    assert [each.tolist() for each in data.examples[0]] == [[2, 5, 3], [2, 6, 3, 7, 3]]
     assert opened(tmp_path, vocabulary, [row], 1, columns=columns) is None
 
 

@@ -22,16 +22,19 @@ from maxmeg.models.lm import LM
 CLOSE = 1e-5  # relative to the largest number of a vector
 ROOM, VOCAB = 24, 61
 SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
-SIZES |= {"num_attention_heads": 4, "max_position_embeddings": ROOM, "pad_token_id": 0}
+SIZES |= {"num_attention_heads": 4, "max_position_embeddings": ROOM + 1, "pad_token_id": 0}
 ONE = {"head.biencoder": Biencoder.shared, "bert.pooler": False, "vocab_divisible_by": 1}
 TWO = ONE | {"head.biencoder": Biencoder.separate, "layers": two_encoders(3), "num_layers": 6}
 CASES = {  # model class, fields
     "shared": ("BertModel", ONE),
     "pooler and projection": ("BertModel", ONE | {"bert.pooler": True, "head.projection": 12}),
     "separate": ("BertModel", TWO | {"head.projection": 12}),
+    "RoBERTa": ("RobertaModel", ONE | {"bert.pooler": True, "head.projection": 12}),
+    "Megatron-BERT": ("MegatronBertModel", ONE | {"head.projection": 12}),
     "ModernBERT": ("ModernBertModel", ONE | {"head.projection": 12}),
 }
-IDS = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (ROOM, 1, 7)]
+# RoBERTa numbers positions from 1 on, and gives none to id 0.
+IDS = [np.random.default_rng(n).integers(1, VOCAB, n).tolist() for n in (ROOM, 1, 7)]
 
 
 def theirs(folder) -> np.ndarray:
@@ -76,4 +79,5 @@ def test_vectors_are_those_of_transformers(name, tmp_path):
         found, wanted = theirs(tmp_path / "hf" / folder), ours.embed(IDS, queries=queries)
         np.testing.assert_allclose(found, wanted, rtol=0, atol=CLOSE * np.abs(wanted).max())
         assert f"SentenceTransformer('{tmp_path / 'hf' / folder}')" in report.loaded_by
-    assert any("no pooler" in note for note in report.notes) == (name in ("shared", "separate"))
+    has_note = name in ("shared", "separate", "Megatron-BERT")
+    assert any("no pooler" in note for note in report.notes) == has_note

@@ -9,10 +9,11 @@ indices (D x i64, from 0 to S), and in multimodal files the mode of each sequenc
 import array
 import contextlib
 import dataclasses
+import functools
 import mmap
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,18 +49,16 @@ def token_dtype(vocab_size: int | None) -> np.dtype:
     return np.dtype("<u2") if small else np.dtype("<i4")
 
 
-def first_foreign(ids: np.ndarray, vocab_size: int) -> int | None:
-    """The position of the first id that is not in [0, vocab_size), in the flattened `ids`."""
+def check_vocabulary(ids: np.ndarray, vocab_size: int, where: str | Callable[[int], str]) -> None:
+    """ValueError for an id that is not in [0, vocab_size). where: the place of the ids, or a
+    function of the position of the first wrong one in the flattened `ids`."""
     if not ids.size or 0 <= ids.min() <= ids.max() < vocab_size:
-        return None
-    return int(np.argmax((ids < 0) | (ids >= vocab_size)))
-
-
-def foreign_id_error(where: str, token: int, vocab_size: int) -> ValueError:
-    """The error for a token id that the vocabulary does not have."""
-    return ValueError(
-        f"{where}: id {token} is not in the vocabulary [0, {vocab_size}): the corpus was made with "
-        "another tokenizer; name that tokenizer"
+        return
+    wrong = int(np.argmax((ids < 0) | (ids >= vocab_size)))
+    raise ValueError(
+        f"{where if isinstance(where, str) else where(wrong)}: id {ids.flat[wrong]} is not in the "
+        f"vocabulary [0, {vocab_size}): the corpus was made with another tokenizer; name that "
+        "tokenizer"
     )
 
 
@@ -171,13 +170,15 @@ class IndexedDataset:
         rest = max(self.num_tokens - _WINDOW, 0)
         begins = np.unique(np.linspace(0, rest, min(_WINDOWS, 1 + rest)).astype(np.int64))
         self.expect(begins, np.full(len(begins), min(_WINDOW, self.num_tokens)), now=True)
-        for begin in begins:
+
+        def where(begin: int, wrong: int) -> str:
+            sequence = self.sequence_at(begin + wrong)
+            document = self.document_of(sequence)
+            return f"{self.prefix}.bin, sequence {sequence} of document {document}"
+
+        for begin in begins.tolist():
             ids = self.tokens[begin : begin + _WINDOW]
-            wrong = first_foreign(ids, vocab_size)
-            if wrong is not None:
-                sequence = self.sequence_at(int(begin) + wrong)
-                where = f"sequence {sequence} of document {self.document_of(sequence)}"
-                raise foreign_id_error(f"{self.prefix}.bin, {where}", ids[wrong], vocab_size)
+            check_vocabulary(ids, vocab_size, functools.partial(where, begin))
 
     def verify(self) -> None:
         """ValueError where .bin differs from its checksums, naming the damaged documents, or has

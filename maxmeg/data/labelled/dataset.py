@@ -11,14 +11,14 @@ from maxmeg.config.data import DataConfig, Objective
 from maxmeg.data.labelled.files import read_examples
 from maxmeg.data.labelled.rows import Rows, encode_all
 from maxmeg.data.samples.gpt import SPLITS
-from maxmeg.data.samples.sampling import Batch, EpochOrder, split_range
+from maxmeg.data.samples.sampling import Batch, EpochOrder, EpochRows, empty_batch, split_range
 from maxmeg.data.tokenizers.tokenizer import Tokenizer
 
 logger = logging.getLogger("maxmeg")
 _KEY = 4  # of the order of examples; sampling and packing have 0 to 3
 
 
-class LabelledDataset:
+class LabelledDataset(EpochRows):
     """Each row is one example: its texts in order, each with positions of its own and apart from
     the others. Example n of a run depends on (n, seed) alone.
 
@@ -44,10 +44,6 @@ class LabelledDataset:
         return len(self.rows.ids)
 
     @property
-    def samples_per_epoch(self) -> int:
-        return len(self.rows)
-
-    @property
     def description(self) -> dict[str, Any]:
         """The plain JSON values that decide which example has which number."""
         ids = np.ascontiguousarray(self.rows.ids, "<i4")
@@ -65,10 +61,7 @@ class LabelledDataset:
         loss_mask is 1; between choices 1 at the token of each choice that is scored, and loss_mask
         1 at that of the right one.
         """
-        rows, shape = self.rows, (len(indices), self.sequence_length)
-        names = ("tokens", "targets", "positions", "segment_ids", "token_types")
-        batch: Batch = {name: np.zeros(shape, np.int32) for name in names}
-        batch["loss_mask"] = np.zeros(shape, np.float32)
+        rows, batch = self.rows, empty_batch(len(indices), self.sequence_length, 0, "token_types")
         for row, example in enumerate(self._order(np.asarray(indices)).tolist()):
             first, last = rows.firsts[example : example + 2].tolist()
             begin = int(rows.starts[first])

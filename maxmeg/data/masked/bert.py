@@ -14,7 +14,7 @@ from maxmeg.data.masked.sentences import (
     SentenceOrder,
     sentence_samples,
 )
-from maxmeg.data.samples.sampling import Batch
+from maxmeg.data.samples.sampling import Batch, empty_batch
 
 WORDS = Masking()  # Megatron-LM's settings for BERT
 _MASKED, _RANDOM = 0.8, 0.5  # share that becomes [MASK]; share of the rest that is kept
@@ -54,10 +54,8 @@ class BertDataset(SentenceDataset):
         segment_ids (1; 0 is padding) are int32, loss_mask float32; is_swapped is int32
         [len(indices)].
         """
-        shape, names = (len(indices), self.sequence_length), ("tokens", "targets", "token_types")
-        batch: Batch = {name: np.zeros(shape, np.int32) for name in (*names, "segment_ids")}
-        batch["positions"] = np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1))
-        batch["loss_mask"] = np.zeros(shape, np.float32)
+        batch = empty_batch(len(indices), self.sequence_length, 0, "token_types")
+        batch["positions"][:] = np.arange(self.sequence_length)
         batch["is_swapped"] = np.zeros(len(indices), np.int32)
         random = np.random.RandomState(0)
         for row, n in enumerate(np.asarray(indices).tolist()):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from maxmeg.config.data import MASKED_SHARE
-from maxmeg.data.corpus.indexed import first_foreign, foreign_id_error
+from maxmeg.data.corpus.indexed import check_vocabulary
 from maxmeg.data.tokenizers.tokenizer import Tokenizer
 
 _CONTINUES = "##"  # prefix of pieces that continue a word
@@ -87,9 +87,7 @@ class Vocabulary:
 
     def check(self, tokens: np.ndarray, where: str) -> None:
         """ValueError where one of the tokens, which are from `where`, is not in the vocabulary."""
-        wrong = first_foreign(tokens, self.size)
-        if wrong is not None:
-            raise foreign_id_error(where, tokens[wrong], self.size)
+        check_vocabulary(tokens, self.size, where)
 
 
 def masked_spans(

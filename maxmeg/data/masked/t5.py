@@ -15,7 +15,7 @@ from maxmeg.data.masked.sentences import (
     SentenceOrder,
     sentence_samples,
 )
-from maxmeg.data.samples.sampling import Batch
+from maxmeg.data.samples.sampling import Batch, empty_batch
 
 SPANS = Masking(max_ngram=10, geometric=True)  # Megatron-LM's settings for T5
 
@@ -51,12 +51,8 @@ class T5Dataset(SentenceDataset):
         source_length]; tokens (the decoder's input), targets, loss_mask, positions and segment_ids
         are [len(indices), sequence_length].
         """
-        count, names = len(indices), ("encoder_tokens", "encoder_segment_ids")
-        batch: Batch = {n: np.zeros((count, self.source_length), np.int32) for n in names}
-        shape = (count, self.sequence_length)
-        batch |= {n: np.zeros(shape, np.int32) for n in ("tokens", "targets", "segment_ids")}
-        batch["positions"] = np.tile(np.arange(shape[1], dtype=np.int32), (count, 1))
-        batch["loss_mask"] = np.zeros(shape, np.float32)
+        batch = empty_batch(len(indices), self.sequence_length, self.source_length)
+        batch["positions"][:] = np.arange(self.sequence_length)
         random = np.random.RandomState(0)
         for row, n in enumerate(np.asarray(indices).tolist()):
             encoder, spans = self._corrupt(n, random)

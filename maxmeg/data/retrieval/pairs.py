@@ -1,6 +1,6 @@
 """Queries with the texts that answer them and with hard negatives, from JSON lines."""
 
-import dataclasses
+import itertools
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -10,63 +10,47 @@ import numpy as np
 from maxmeg.config.data import DataConfig
 from maxmeg.data.labelled.files import read_examples
 from maxmeg.data.retrieval.rows import Lengths, TextEncoder, empty_rows, fill_row
-from maxmeg.data.samples.sampling import Batch, EpochOrder, split_range
+from maxmeg.data.samples.sampling import Batch, EpochOrder, EpochRows, split_range
 from maxmeg.data.tokenizers.tokenizer import Tokenizer
 
 _KEY, _NEGATIVES = 5, 6  # of the orders of pairs and of negatives; labelled examples have 4
 
 
-@dataclasses.dataclass(frozen=True)
-class Pairs:
-    """Texts as tokens: each example is a query, its text and any number of hard negatives."""
-
-    examples: Sequence[Sequence[np.ndarray]]
-
-    def digest(self) -> int:
-        """CRC-32 of all tokens and lengths."""
-        result = 0
-        for example in self.examples:
-            for tokens in example:
-                data = np.array([len(tokens), *tokens.tolist()], "<i4")
-                result = zlib.crc32(data.tobytes(), result)
-        return result
-
-
-class PairDataset:
+class PairDataset(EpochRows):
     """Each row is a query, its text, and `negatives` of its hard negatives, or as many as it has.
 
-    Example n of a run and its negatives depend on (n, seed) alone. shuffle: another order in each
-    epoch.
+    examples: tokens of a query, its text and its hard negatives. Example n of a run and its
+    negatives depend on (n, seed) alone. shuffle: another order in each epoch.
     """
 
     def __init__(
         self,
-        pairs: Pairs,
+        examples: Sequence[Sequence[np.ndarray]],
         lengths: Lengths,
         negatives: int,
         vocab_size: int,
         seed: int = 0,
         shuffle: bool = True,
     ) -> None:
-        self.pairs, self.sequence_length, self.vocab_size = pairs, lengths.row, vocab_size
+        self.examples, self.sequence_length, self.vocab_size = examples, lengths.row, vocab_size
         self._lengths, self._negatives, self._seed = lengths, negatives, seed
-        self._order = EpochOrder(len(pairs.examples), seed, _KEY, shuffle)
+        self._order = EpochOrder(len(examples), seed, _KEY, shuffle)
 
     @property
     def num_tokens(self) -> int:
         """Tokens of one epoch."""
-        chosen = (example[: 2 + self._negatives] for example in self.pairs.examples)
+        chosen = (example[: 2 + self._negatives] for example in self.examples)
         return sum(len(tokens) for texts in chosen for tokens in texts)
-
-    @property
-    def samples_per_epoch(self) -> int:
-        return len(self.pairs.examples)
 
     @property
     def description(self) -> dict[str, Any]:
         """The plain JSON values that decide which example has which number."""
+        digest = 0  # CRC-32 of all tokens and lengths
+        for tokens in itertools.chain(*self.examples):
+            data = np.array([len(tokens), *tokens.tolist()], "<i4")
+            digest = zlib.crc32(data.tobytes(), digest)
         return {
-            "documents": [len(self.pairs.examples), self.pairs.digest()],
+            "documents": [len(self.examples), digest],
             "sequence_length": self.sequence_length,
             "negatives": self._negatives,
             "seed": self._seed,
@@ -77,7 +61,7 @@ class PairDataset:
         batch = empty_rows(len(indices), self._lengths, 1 + self._negatives)
         numbers = self._order(np.asarray(indices)).tolist()
         for row, (n, number) in enumerate(zip(np.asarray(indices).tolist(), numbers, strict=True)):
-            query, text, *negatives = self.pairs.examples[number]
+            query, text, *negatives = self.examples[number]
             if len(negatives) > self._negatives:
                 random = np.random.default_rng([_NEGATIVES, self._seed, n])
                 chosen = random.permutation(len(negatives))[: self._negatives]

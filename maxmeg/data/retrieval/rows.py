@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from maxmeg.config.data import HAS_TEXT, DataConfig
-from maxmeg.data.corpus.indexed import first_foreign, foreign_id_error
-from maxmeg.data.samples.sampling import Batch
+from maxmeg.data.corpus.indexed import check_vocabulary
+from maxmeg.data.samples.sampling import Batch, empty_batch
 from maxmeg.data.tokenizers.tokenizer import Tokenizer
 
 
@@ -58,9 +58,7 @@ class TextEncoder:
 
     def check(self, tokens: np.ndarray, path: str) -> None:
         """ValueError for ids outside the vocabulary; path: of their file."""
-        wrong = first_foreign(tokens, self.vocab_size)
-        if wrong is not None:
-            raise foreign_id_error(path, tokens.flat[wrong], self.vocab_size)
+        check_vocabulary(tokens, self.vocab_size, path)
 
 
 def title_room(room: int) -> int:
@@ -69,16 +67,10 @@ def title_room(room: int) -> int:
 
 
 def empty_rows(count: int, lengths: Lengths, texts: int) -> Batch:
-    """Arrays of `count` rows of padding, of L = lengths.row tokens. tokens, targets (0), positions,
-    segment_ids (1: query; 2, 3 ...: texts; 0: padding) are int32 [count, L], loss_mask float32 (1
-    at a row's first token), has_text_0 ... int32 [count] (1: the row has this text, the query's own
-    first). Separate queries are encoder_tokens and encoder_segment_ids [count, lengths.query]."""
-    names = ("tokens", "targets", "positions", "segment_ids")
-    batch: Batch = {name: np.zeros((count, lengths.row), np.int32) for name in names}
-    batch["loss_mask"] = np.zeros((count, lengths.row), np.float32)
-    if lengths.separate:
-        queries = ("encoder_tokens", "encoder_segment_ids")
-        batch |= {name: np.zeros((count, lengths.query), np.int32) for name in queries}
+    """As `empty_batch`: targets stay 0, segment_ids become 1 for the query and 2, 3 ... for texts,
+    loss_mask 1 at a row's first token. has_text_0 ... int32 [count]: 1 if the row has this text,
+    the query's own first. Separate queries are the source."""
+    batch = empty_batch(count, lengths.row, lengths.query if lengths.separate else 0)
     return batch | {f"{HAS_TEXT}{number}": np.zeros(count, np.int32) for number in range(texts)}
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from maxmeg.data.chat.template import hugging_face_folder
-from maxmeg.data.corpus.indexed import IndexedDataset, first_foreign, foreign_id_error
+from maxmeg.data.corpus.indexed import IndexedDataset, check_vocabulary
 from maxmeg.data.samples.gpt import identify
-from maxmeg.data.samples.sampling import Batch, EpochOrder, nonempty_range
+from maxmeg.data.samples.sampling import Batch, EpochOrder, EpochRows, empty_batch, nonempty_range
 from maxmeg.data.tokenizers.load import parse_spec
 from maxmeg.data.tokenizers.tokenizer import Tokenizer, json_object
 from maxmeg.data.workers import RebuiltInWorkers
@@ -29,7 +29,7 @@ def start_token(tokenizer: Tokenizer) -> int:
     return next(token for token in choices if token is not None)
 
 
-class AlignedDataset(RebuiltInWorkers):
+class AlignedDataset(EpochRows, RebuiltInWorkers):
     """Batches of one split (0 train, 1 validation, 2 test) of two corpora.
 
     corpora: of sources and of targets. lengths: tokens of a row of each. The source ends with the
@@ -80,10 +80,6 @@ class AlignedDataset(RebuiltInWorkers):
         return int(self.corpora[1].lengths[self._pairs].sum(dtype=np.int64))
 
     @property
-    def samples_per_epoch(self) -> int:
-        return len(self._pairs)
-
-    @property
     def description(self) -> dict[str, Any]:
         """The values that determine the order of samples; plain JSON values."""
         return {
@@ -98,11 +94,8 @@ class AlignedDataset(RebuiltInWorkers):
     def batch(self, indices: np.ndarray) -> Batch:
         """The pairs with these numbers, any >= 0; arrays as of T5Dataset.batch."""
         S, L = self.source_length, self.sequence_length
-        names = {"encoder_tokens": S, "encoder_segment_ids": S}
-        names |= {"tokens": L, "targets": L, "segment_ids": L}
-        batch: Batch = {n: np.zeros((len(indices), size), np.int32) for n, size in names.items()}
-        batch["positions"] = np.tile(np.arange(L, dtype=np.int32), (len(indices), 1))
-        batch["loss_mask"] = np.zeros((len(indices), L), np.float32)
+        batch = empty_batch(len(indices), L, S)
+        batch["positions"][:] = np.arange(L)
         for row, number in enumerate(self._pairs[self._order(indices)].tolist()):
             source, target = (corpus.get(number) for corpus in self.corpora)
             source = [*source[: S - 1].tolist(), self._end]
@@ -114,9 +107,5 @@ class AlignedDataset(RebuiltInWorkers):
             batch["segment_ids"][row, : len(target) - 1] = 1
             batch["loss_mask"][row, : len(target) - 1] = 1
         for corpus, name in zip(self.corpora, ("encoder_tokens", "tokens"), strict=True):
-            wrong = first_foreign(batch[name], self.vocab_size)
-            if wrong is not None:
-                raise foreign_id_error(
-                    f"{corpus.prefix}.bin", batch[name].flat[wrong], self.vocab_size
-                )
+            check_vocabulary(batch[name], self.vocab_size, f"{corpus.prefix}.bin")
         return batch

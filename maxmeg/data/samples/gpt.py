@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from maxmeg.data.corpus.indexed import IndexedDataset, first_foreign, foreign_id_error
+from maxmeg.data.corpus.indexed import IndexedDataset, check_vocabulary
 from maxmeg.data.samples.megatron_order import MegatronOrder, make_samples
 from maxmeg.data.samples.sampling import Batch, GptSamples, Pieces, split_range
 from maxmeg.data.workers import RebuiltInWorkers
@@ -213,11 +213,12 @@ class GptDataset(RebuiltInWorkers):
         ):
             flat[at : at + length] = sources[i][start : start + length]
             at += length
-        wrong = first_foreign(text, self.vocab_size)
-        if wrong is not None:
+
+        def where(wrong: int) -> str:
             piece = int(np.searchsorted(np.cumsum(pieces.lengths), wrong, side="right"))
-            where = f"{self.corpora[corpus[piece]].prefix}.bin, sequence {local[piece]}"
-            raise foreign_id_error(where, flat[wrong], self.vocab_size)
+            return f"{self.corpora[corpus[piece]].prefix}.bin, sequence {local[piece]}"
+
+        check_vocabulary(text, self.vocab_size, where)
         return text.astype(np.int32, copy=False)
 
     def _check_eod(self) -> None:

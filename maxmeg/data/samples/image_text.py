@@ -10,7 +10,7 @@ import warnings
 
 import numpy as np
 
-from maxmeg.data.corpus.indexed import IndexedDataset, first_foreign, foreign_id_error
+from maxmeg.data.corpus.indexed import IndexedDataset, check_vocabulary
 from maxmeg.data.samples.packing import Document, fill_rows
 from maxmeg.data.samples.sampling import Batch, EpochOrder, nonempty_range
 from maxmeg.data.workers import RebuiltInWorkers
@@ -134,9 +134,7 @@ class ImageTextDataset(RebuiltInWorkers):
         """The token ids of a pair, with the placeholders of its image, before truncation."""
         tokens, text = self._tokens, self.corpus.get(2 * pair)
         where = f"{self.corpus.prefix}.bin, document {pair}"
-        wrong = first_foreign(text, tokens.vocab_size)
-        if wrong is not None:
-            raise foreign_id_error(where, text[wrong], tokens.vocab_size)
+        check_vocabulary(text, tokens.vocab_size, where)
         # Of several end-of-document tokens at the end, all but the first are padding.
         ends = np.flatnonzero(text[::-1] != tokens.eod)
         used = len(text) - (int(ends[0]) if len(ends) else len(text))

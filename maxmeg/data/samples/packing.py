@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from maxmeg.data.corpus.indexed import first_foreign, foreign_id_error
+from maxmeg.data.corpus.indexed import check_vocabulary
 from maxmeg.data.samples.sampling import Batch, EpochOrder, shuffled
 from maxmeg.data.workers import RebuiltInWorkers
 
@@ -206,11 +206,12 @@ class PackedDataset(RebuiltInWorkers):
         rows = [self.packed[row] for row in self._rows(indices)]
         documents = [[self.source.read(int(self._order[i])) for i in row] for row in rows]
         batch = fill_rows(documents, self.sequence_length, self._pad)
+
+        def where(wrong: int) -> str:
+            return f"row {indices[wrong // self.sequence_length]} of the packed documents"
+
         for name in ("tokens", "targets"):
-            wrong = first_foreign(batch[name], self.vocab_size)
-            if wrong is not None:
-                where = f"row {indices[wrong // self.sequence_length]} of the packed documents"
-                raise foreign_id_error(where, batch[name].flat[wrong], self.vocab_size)
+            check_vocabulary(batch[name], self.vocab_size, where)
         if self._policy == "none":
             del batch["segment_ids"]
         return batch

@@ -15,10 +15,17 @@ import numpy as np
 
 from maxmeg.config.data import DataConfig
 from maxmeg.config.retro import Neighbours
-from maxmeg.data.corpus.indexed import IndexedDataset, first_foreign, foreign_id_error
+from maxmeg.data.corpus.indexed import IndexedDataset, check_vocabulary
 from maxmeg.data.corpus.stored import digest
 from maxmeg.data.samples.gpt import SPLITS, identify
-from maxmeg.data.samples.sampling import Batch, EpochOrder, Permutation, nonempty_range, split_range
+from maxmeg.data.samples.sampling import (
+    Batch,
+    EpochOrder,
+    EpochRows,
+    Permutation,
+    nonempty_range,
+    split_range,
+)
 from maxmeg.data.tokenizers.tokenizer import Tokenizer
 from maxmeg.data.workers import RebuiltInWorkers
 
@@ -93,10 +100,11 @@ def read_description(folder: Path) -> Description:
         raise ValueError(f"{path} is damaged ({error}): run `maxmeg neighbours` again") from error
 
 
-def check_description(folder: Path, **expected: Any) -> Description:
-    """Read a description. ValueError if it has another value than expected."""
+def check_description(folder: Path, database: Chunks, tokenizer: Tokenizer) -> Description:
+    """Read a description. ValueError if it is of other chunks or another tokenizer."""
     description = read_description(folder)
-    for name, wanted in expected.items():
+    expected = {"chunk_length": database.length, "database": database.identity}
+    for name, wanted in (expected | {"tokenizer": tokenizer.identity}).items():
         if (found := getattr(description, name)) != wanted:
             raise ValueError(
                 f"the neighbours in {folder} were found with another {name}: {found}, and here it "
@@ -135,7 +143,7 @@ def split_chunks(corpus: IndexedDataset, split: str, index: int, length: int) ->
     return Chunks(corpus, *split_range(split, index, corpus.num_documents), length)
 
 
-class RetroDataset(RebuiltInWorkers):
+class RetroDataset(EpochRows, RebuiltInWorkers):
     """Batches of one split (0 train, 1 validation, 2 test) of a corpus.
 
     A row holds consecutive chunks, each padded to its whole length; rows are read in shuffled order
@@ -156,15 +164,11 @@ class RetroDataset(RebuiltInWorkers):
         length, self.num_neighbours = config.chunk_length, config.num_neighbours
         self.chunks = split_chunks(corpus, split, split_index, length)
         self.database = split_chunks(corpus, split, 0, length)
-        expected = {"chunk_length": length, "database": self.database.identity}
-        folder, expected = folder_of(config), expected | {"tokenizer": tokenizer.identity}
-        self.found = check_description(folder, **expected)
-        name = SPLITS[split_index]
+        folder, name = folder_of(config), SPLITS[split_index]
+        self.found = check_description(folder, self.database, tokenizer)
         self.table = open_table(folder, self.chunks, name, self.num_neighbours)
-        self.read_neighbours, self.neighbour_length = (
-            config.read_neighbours,
-            config.neighbour_length,
-        )
+        self.read_neighbours = config.read_neighbours
+        self.neighbour_length = config.neighbour_length
         self.sequence_length, self.vocab_size = config.sequence_length, tokenizer.vocab_size
         self._seed = seed
         rows = -(-len(self.chunks) * length // self.sequence_length)
@@ -174,10 +178,6 @@ class RetroDataset(RebuiltInWorkers):
     @property
     def num_tokens(self) -> int:
         return int(self.chunks.starts[-1] - self.chunks.starts[0])
-
-    @property
-    def samples_per_epoch(self) -> int:
-        return self._order.size
 
     @property
     def description(self) -> dict[str, Any]:
@@ -222,10 +222,7 @@ class RetroDataset(RebuiltInWorkers):
         of_chunk = np.repeat(segments, self.num_neighbours, axis=0)
         batch["encoder_segment_ids"] = (of_chunk * is_token).astype(np.int32)
         for name in ("tokens", "encoder_tokens"):
-            wrong = first_foreign(batch[name], self.vocab_size)
-            if wrong is not None:
-                where, value = f"{self.chunks.corpus.prefix}.bin", batch[name].flat[wrong]
-                raise foreign_id_error(where, value, self.vocab_size)
+            check_vocabulary(batch[name], self.vocab_size, f"{self.chunks.corpus.prefix}.bin")
         return {name: values.reshape(len(rows), -1) for name, values in batch.items()}
 
     def _neighbours(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -137,6 +137,27 @@ class EpochOrder:
         return rows
 
 
+class EpochRows:
+    """The base of datasets that read each of their rows once an epoch."""
+
+    _order: EpochOrder
+
+    @property
+    def samples_per_epoch(self) -> int:
+        return self._order.size
+
+
+def empty_batch(count: int, length: int, source_length: int = 0, *more: str) -> Batch:
+    """`count` rows of padding. int32 [count, length]: tokens, targets, positions, segment_ids and
+    the arrays named in `more`; float32: loss_mask. With a source int32 [count, source_length]:
+    encoder_tokens, encoder_segment_ids."""
+    source = ("encoder_tokens", "encoder_segment_ids") if source_length else ()
+    names = dict.fromkeys(("tokens", "targets", "positions", "segment_ids", *more), length)
+    names |= dict.fromkeys(source, source_length)
+    batch: Batch = {name: np.zeros((count, size), np.int32) for name, size in names.items()}
+    return batch | {"loss_mask": np.zeros((count, length), np.float32)}
+
+
 @dataclasses.dataclass(frozen=True)
 class Pieces:
     """Pieces of sequences that form samples, in reading order; arrays of equal length."""

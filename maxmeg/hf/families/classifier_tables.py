@@ -12,9 +12,8 @@ from maxmeg.hf.families.encoder_tables import (
     BUFFERS,
     EMBEDDINGS,
     MEGATRON_BERT,
-    PREDICTS,
     ROBERTA,
-    HeadActivation,
+    without_heads,
 )
 from maxmeg.hf.families.keys import Fields, Ignored, Json, Key, Keys, Part, refused
 from maxmeg.hf.families.tables import LLAMA, MISTRAL, QWEN2, QWEN3, Family
@@ -100,20 +99,17 @@ def objective_of(family: str) -> Objective | None:
 
 def encoder(base: Family, prefix: str, classes: Part, names: Mapping[str, str]) -> Family:
     """A classifier on an encoder; names: of its linear layer, and of the pooler if it has one."""
-    plain = [part for part in base.parts if not isinstance(part, HeadActivation)]
-    ends = {name: f"{prefix}.{theirs}" for name, theirs in EMBEDDINGS.items()}
+    plain, ends = (
+        without_heads(base),
+        {name: f"{prefix}.{theirs}" for name, theirs in EMBEDDINGS.items()},
+    )
     ends.pop("bert.pooler")
     kept = {name: theirs for name, theirs in base.ends.items() if name == "final_norm"}
-    constants = {
-        name: value
-        for name, value in base.constants.items()
-        if name not in (*PREDICTS, "bert.transform", "bert.pooler", "bert.pair_head")
-    }
     return dataclasses.replace(
-        base,
-        parts=[*plain, classes],
+        plain,
+        parts=[*plain.parts, classes],
         ends={**ends, **kept, **names, "output": "lm_head"},
-        constants=constants | {"bert.pooler": "bert.pooler" in names},
+        constants={**plain.constants, "bert.pooler": "bert.pooler" in names},
         ignored=BUFFERS,
     )
 

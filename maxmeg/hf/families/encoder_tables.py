@@ -1,12 +1,12 @@
 """Tables of the encoder families of Hugging Face's transformers: BERT and its relatives."""
 
 import dataclasses
+import typing
 
 from maxmeg.config.bert import Transform
 from maxmeg.config.mixers import Activation
 from maxmeg.config.model import ModelConfig, NormPlace, Position
 from maxmeg.hf.families.keys import (
-    MAX_LAYERS,
     Choice,
     Fields,
     Fixed,
@@ -27,25 +27,21 @@ from maxmeg.hf.families.tables import (
     Family,
     dropout,
     numerics,
+    sizes,
 )
 from maxmeg.hf.families.windows import FULL, SLIDING, read_types, written_types
 
-SIZES: dict[str, tuple[int, int, int, int, int]] = {
-    "bert": (30522, 768, 12, 12, 3072),
-    "megatron-bert": (29056, 1024, 24, 16, 4096),
-    "roberta": (50265, 768, 12, 12, 3072),
-}
+
+def sized(vocab: int, hidden: int, layers: int, heads: int, ffn: int) -> list[Key]:
+    """The keys of a model's sizes, with their defaults."""
+    keys = sizes(vocab, hidden, layers, heads, None, ffn)
+    return [key for key in keys if key.name != "num_key_value_heads"]
 
 
-def parts(model_type: str) -> list[Part]:
-    """The keys that all of them have, with the defaults of one."""
-    vocab, hidden, layers, heads, ffn = SIZES[model_type]
+def parts(*defaults: int) -> list[Part]:
+    """The keys that BERT and its relatives have, with the defaults of the sizes."""
     return [
-        Key("vocab_size", "vocab_size", vocab),
-        Key("hidden_size", "hidden_size", hidden),
-        Key("num_hidden_layers", "num_layers", layers, most=MAX_LAYERS),
-        Key("num_attention_heads", "attention.num_heads", heads),
-        Key("intermediate_size", "mlp.ffn_size", ffn),
+        *sized(*defaults),
         *numerics(512, 1e-12, eps_name="layer_norm_eps"),
         Key("type_vocab_size", "bert.token_types", 2),
         dropout("hidden_dropout_prob", "dropout_hidden", "dropout_embedding", default=0.1),
@@ -114,7 +110,7 @@ OLD_NAMES = ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "
 
 BERT = Family(
     model_type="bert",
-    parts=[*parts("bert"), *HEAD],
+    parts=[*parts(30522, 768, 12, 12, 3072), *HEAD],
     ends={**BODY, **HEADS},
     layer="bert.encoder.layer.",
     layers={**PROJECTIONS, **POST_NORMS},
@@ -127,18 +123,9 @@ MASKED_BERT = dataclasses.replace(
     constants={**POST, **PREDICTS},
     ignored=(*BUFFERS, r"^bert\.pooler\.", r"^cls\.seq_relationship\."),
 )
-BERT_BODY = dataclasses.replace(
-    BERT,
-    parts=[*parts("bert"), ACTIVATION],
-    ends={**EMBEDDINGS, "output": "cls.predictions.decoder"},
-    layer="encoder.layer.",
-    constants={**POST, "bert.pooler": True},
-    ignored=(*BUFFERS, r"^cls\."),
-    renamed=((r"^bert\.", ""), *OLD_NAMES),
-)
 MEGATRON_BERT = Family(
     model_type="megatron-bert",
-    parts=[*parts("megatron-bert"), *HEAD],
+    parts=[*parts(29056, 1024, 24, 16, 4096), *HEAD],
     ends={**BODY, **HEADS, "final_norm": "bert.encoder.ln"},
     layer="bert.encoder.layer.",
     layers={**PROJECTIONS, "attention.norm": "attention.ln", "mlp.norm": "ln"},
@@ -147,11 +134,7 @@ MEGATRON_BERT = Family(
 )
 ROBERTA = Family(
     model_type="roberta",
-    parts=[
-        *parts("roberta"),
-        ACTIVATION,
-        FirstPosition(),
-    ],
+    parts=[*parts(50265, 768, 12, 12, 3072), ACTIVATION, FirstPosition()],
     ends={
         **{ours: f"roberta.{name}" for ours, name in EMBEDDINGS.items()},
         "bert.transform": "lm_head.dense",
@@ -165,6 +148,28 @@ ROBERTA = Family(
     ignored=(*BUFFERS, r"^roberta\.pooler\."),
     renamed=OLD_NAMES,
 )
+
+
+def without_heads(base: Family, **changes: typing.Any) -> Family:
+    """A family without the heads that predict tokens and the order of pairs."""
+    heads = (*PREDICTS, "bert.transform", "bert.pooler", "bert.pair_head")
+    parts = [part for part in base.parts if not isinstance(part, HeadActivation)]
+    constants = {name: value for name, value in base.constants.items() if name not in heads}
+    return dataclasses.replace(base, **{"parts": parts, "constants": constants} | changes)
+
+
+def body(base: Family, prefix: str, head: str) -> Family:
+    """The layers and the pooler; `prefix` and `head` begin names in files that have a head too."""
+    plain, last = without_heads(base), {n: base.ends[n] for n in ("final_norm",) if n in base.ends}
+    last = {name: theirs.removeprefix(f"{prefix}.") for name, theirs in last.items()}
+    return dataclasses.replace(
+        plain,
+        ends={**EMBEDDINGS, **last, "output": base.ends["output"]},
+        layer=base.layer.removeprefix(f"{prefix}."),
+        constants={**plain.constants, "bert.pooler": True},
+        ignored=(*BUFFERS, rf"^{head}\."),
+        renamed=((rf"^{prefix}\.", ""), *base.renamed),
+    )
 
 
 class AlternatingAttention(Part):
@@ -193,11 +198,7 @@ class AlternatingAttention(Part):
 GELUS = {"gelu": Activation.geglu_erf, "gelu_pytorch_tanh": Activation.geglu}
 TRANSFORMS = {"gelu": Transform.gelu, "gelu_pytorch_tanh": Transform.gelu_tanh}
 MODERN_PARTS: list[Part] = [
-    Key("vocab_size", "vocab_size", 50368),
-    Key("hidden_size", "hidden_size", 768),
-    Key("num_hidden_layers", "num_layers", 22, most=MAX_LAYERS),
-    Key("num_attention_heads", "attention.num_heads", 12),
-    Key("intermediate_size", "mlp.ffn_size", 1152),
+    *sized(50368, 768, 22, 12, 1152),
     *numerics(8192, 1e-5, eps_name="norm_eps"),
     Choice("hidden_activation", "mlp.activation", "gelu", GELUS),
     Key("norm_bias", "norm_bias", False),
@@ -255,9 +256,11 @@ MODERN_BERT_BODY = dataclasses.replace(
 ENCODERS: dict[str, Family] = {
     "BertForPreTraining": BERT,
     "BertForMaskedLM": MASKED_BERT,
-    "BertModel": BERT_BODY,
+    "BertModel": body(BERT, "bert", "cls"),
     "MegatronBertForPreTraining": MEGATRON_BERT,
+    "MegatronBertModel": body(MEGATRON_BERT, "bert", "cls"),
     "RobertaForMaskedLM": ROBERTA,
+    "RobertaModel": body(ROBERTA, "roberta", "lm_head"),
     "ModernBertForMaskedLM": MODERN_BERT,
     "ModernBertModel": MODERN_BERT_BODY,
 }
