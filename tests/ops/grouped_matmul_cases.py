@@ -136,7 +136,7 @@ def run(case: Case, arrays: list, sizes, backend: str, jit=jax.jit) -> dict[str,
 
     def both(x, w, slope, sizes):
         def call(x, w):
-            codes = recipe.weights(w) if recipe else None
+            codes = recipe.weights(w, jnp.max(jnp.abs(w))) if recipe else None
             return grouped_matmul(x, w, sizes, codes=codes, recipe=recipe, backend=backend)
 
         y, pull = jax.vjp(call, x, w)

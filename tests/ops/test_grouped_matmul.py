@@ -75,7 +75,10 @@ def test_codes_that_are_there_are_multiplied(name: str):
     (x, w, _), sizes = arrays_of(case, "bfloat16")
     recipe = RECIPES[case.recipe]
     assert recipe is not None
-    codes, x_codes = recipe.weights(jnp.asarray(w)), in_rows(jnp.asarray(x), recipe, FP8)
+    codes, x_codes = (
+        recipe.weights(jnp.asarray(w), jnp.max(jnp.abs(w))),
+        in_rows(jnp.asarray(x), recipe, FP8),
+    )
     how = {"codes": codes, "recipe": recipe, "backend": "xla"}
     given = functools.partial(grouped_matmul, x_codes=x_codes, **how)
     operands = jnp.asarray(x), jnp.asarray(w), jnp.asarray(sizes)
@@ -163,7 +166,7 @@ def test_a_named_kernel_says_why_it_cannot_run(monkeypatch, x, w, fp8: bool, mes
 
     def call(x, w, sizes):
         recipe = Recipe() if fp8 else None
-        codes = recipe.weights(w) if recipe else None
+        codes = recipe.weights(w, jnp.max(jnp.abs(w))) if recipe else None
         return grouped_matmul(x, w, sizes, codes=codes, recipe=recipe, backend="mosaic")
 
     with pytest.raises(ValueError, match=message):
