@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
-from maxmeg.config.optim_rules import ELEMENTWISE
 from maxmeg.config.parallel import ParallelConfig, Schedule
 from maxmeg.config.recompute import POLICIES
 from maxmeg.config.schema import Config
@@ -85,7 +84,7 @@ def search(config: Config, cluster: Cluster) -> list[Candidate]:
     single = _with(config, {**sizes, "expert_tensor": 0, **dependent, **PLAIN}, 1)
     validate(single, 1)
     candidates = fitting(config, cluster)
-    if not candidates and config.optim.optimizer in ELEMENTWISE:
+    if not candidates:
         config = with_fields(config, {"optim.offload": True})
         candidates = fitting(config, cluster)
     if not candidates:
