@@ -14,7 +14,7 @@ from maxmeg.optim.muon import coefficients, parts
 from maxmeg.optim.storage import block_size, has_remainder
 from maxmeg.optim.trees import is_matrix, without_matrix
 from maxmeg.parallel.mesh import MESH_AXES, mesh_shape
-from maxmeg.parallel.rules import has_matrices, storage_axes
+from maxmeg.parallel.rules import has_matrices, is_exact, storage_axes
 from maxmeg.planning.cost.loss import FLOAT32
 from maxmeg.planning.cost.workload import ITEMSIZE, Shard, Workload, padded
 
@@ -82,6 +82,15 @@ def is_halved(work: Workload, shard: Shard) -> bool:
     """Whether the parameter's master is a weight of the compute dtype and a remainder."""
     variable = shard.parameter.variable
     return work.config.optim.masters is Masters.remainders and has_remainder(variable)
+
+
+def host_master_bytes(work: Workload, shard: Shard) -> int:
+    """Bytes of a trained parameter's master that optim.offload moves to the host: of its remainder,
+    or all of it if a step computes with a copy in 16 bits."""
+    if is_halved(work, shard):
+        return 2 * shard.stored
+    is_rounded = work.itemsize != FLOAT32 and not is_exact(shard.parameter.variable)
+    return FLOAT32 * shard.stored if is_rounded else 0
 
 
 def is_orthogonalized(work: Workload, shard: Shard) -> bool:
