@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from maxmeg.config.schema import Masters, Moments, Optimizer
-from maxmeg.optim.muon import coefficients, parts
+from maxmeg.optim.muon import coefficients, exchanged_over, parts
 from maxmeg.optim.storage import block_size, has_remainder
 from maxmeg.optim.trees import is_matrix, without_matrix
 from maxmeg.parallel.mesh import MESH_AXES, mesh_shape
@@ -99,9 +99,24 @@ def is_orthogonalized(work: Workload, shard: Shard) -> bool:
     return muon and shard.trained and is_matrix(parameter.path[0], parameter.axes)
 
 
-def whole_matrices(work: Workload, shard: Shard) -> int:
-    """Number of whole matrices of a parameter that a device orthogonalizes, padding included."""
-    rows, columns = shard.parameter.variable.shape[-2:]
+def orthogonalized_columns(work: Workload, shard: Shard) -> tuple[tuple[str, ...], int]:
+    """(mesh axes over which devices exchange columns of a parameter, columns of the matrices that a
+    device orthogonalizes)."""
+    variable, names = shard.parameter.variable, shard.cuts[-1]
+    mesh = dict(zip(MESH_AXES, mesh_shape(work.axes, work.config.parallel.fold), strict=True))
+
+    def count(axes: tuple[str, ...]) -> int:
+        return math.prod(mesh[axis] for axis in axes)
+
+    columns = variable.shape[-1] // count(names)
+    exchanged = exchanged_over(names, columns, parts(variable, work.config.optim.muon), count)
+    return exchanged, columns * count(exchanged)
+
+
+def number_of_matrices(work: Workload, shard: Shard) -> int:
+    """Number of matrices of a parameter that a device orthogonalizes, padding included. Of matrices
+    whose heads lie on several devices along tensor, a device has the columns of its heads."""
+    rows, (_, columns) = shard.parameter.variable.shape[-2], orthogonalized_columns(work, shard)
     return math.ceil(shard.stored / (rows * columns))
 
 
@@ -112,11 +127,14 @@ def newton_schulz_flops(work: Workload) -> float:
     sets, total = coefficients(muon), 0.0
     for shard in work.shards:
         if is_orthogonalized(work, shard):
-            rows, columns = shard.parameter.variable.shape[-2:]
+            rows, columns = (
+                shard.parameter.variable.shape[-2],
+                orthogonalized_columns(work, shard)[1],
+            )
             widths = parts(shard.parameter.variable, muon)
             for m, n in (sorted((rows, width)) for width in widths):
                 each = sum(4 * m**2 * n + 2 * m**3 * (c != 0) for _, _, c in sets)
-                total += each * columns // sum(widths) * whole_matrices(work, shard)
+                total += each * columns // sum(widths) * number_of_matrices(work, shard)
     return total
 
 
@@ -126,8 +144,10 @@ def exchanged(work: Workload) -> Iterator[tuple[tuple[str, ...], int]]:
     for shard in work.shards:
         if not is_orthogonalized(work, shard):
             continue
-        cuts = [names for names in shard.cuts[-2:] if names]
-        rows, columns = shard.parameter.variable.shape[-2:]
-        size = whole_matrices(work, shard) * rows * columns
-        for names in cuts:
+        rows, (over, columns) = (
+            shard.parameter.variable.shape[-2],
+            orthogonalized_columns(work, shard),
+        )
+        size = number_of_matrices(work, shard) * rows * columns
+        for names in filter(None, (shard.cuts[-2], over)):
             yield names, ITEMSIZE[work.config.optim.muon.dtype] * size
