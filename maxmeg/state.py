@@ -18,7 +18,7 @@ from maxmeg.models.lm import LM, language_model
 from maxmeg.ops.random import fold, split
 from maxmeg.optim.scaling import Scaler, first_scaler
 from maxmeg.optim.storage import decode, divided, encode, has_remainder, orders, whole
-from maxmeg.parallel.host import host_sharding, to_device
+from maxmeg.parallel.host import host_sharding, is_on_host, to_device
 from maxmeg.parallel.rules import is_variable, logical_axes, storage_specs
 from maxmeg.parallel.trainable import joined, saved, trained
 from maxmeg.runtime.metrics.parameter_table import ParameterRow
@@ -71,13 +71,13 @@ def evaluated_model(state: TrainState, is_average: bool) -> LM:
     trained ones."""
 
     def placed(a: jax.Array, like: jax.Array) -> jax.Array:
-        spec = typing.cast(NamedSharding, like.sharding)
-        return jax.device_put(a, NamedSharding(spec.mesh, spec.spec)).astype(like.dtype)
+        if is_on_host(a):
+            place = typing.cast(NamedSharding, a.sharding)
+            a = jax.device_put(a, NamedSharding(place.mesh, place.spec))
+        return a.astype(like.dtype)
 
-    averages = state.ema if is_average else None
-    return jax.tree.map(
-        placed, joined(averages, state.model) if averages else state.model, state.model
-    )
+    model = joined(state.ema, state.model) if is_average else state.model
+    return jax.tree.map(placed, model, state.model)
 
 
 def on_disk(state):
@@ -140,14 +140,14 @@ def abstract_state(config: Config, optimizer, mesh: Mesh) -> TrainState:
 
 def offloaded(shapes: TrainState, config: Config):
     """The tree of a state with True in place of the arrays that optim.offload moves to host memory:
-    those that only the optimizer reads, and float32 masters of other weights that compute."""
-    moves, optim, dtype = ("optimizer", "remainders", "ema"), config.optim, config.model.dtype
-    masters = optim.masters is Masters.float32 and dtype is not DType.float32
+    those that only the optimizer reads, and float32 masters of which a step makes 16-bit copies."""
+    optim, dtype = config.optim, config.model.dtype
+    has_copies = optim.masters is Masters.float32 and dtype is not DType.float32
 
-    def one(path, node):
+    def one(path, node) -> bool:
         if path[0].name == "model":
-            return is_variable(node) and masters and has_remainder(node)
-        return path[0].name in moves and node.ndim > 0
+            return is_variable(node) and has_copies and has_remainder(node)
+        return path[0].name in ("optimizer", "remainders", "ema") and node.ndim > 0
 
     def each(path, node):
         return jax.tree.map(lambda _: optim.offload and one(path, node), node)
