@@ -150,7 +150,7 @@ def runs(draw, contexts: tuple[int, ...]) -> tuple[dict, dict, dict, bool]:
     train = {"micro_batch_size": one_of(sizes if mesh["pipe"] > 1 else [0, *sizes])}
     train |= {name: one_of(values) for name, values in TRAIN.items()}
     recipes = (NONE, NONE, QuantizationRecipe.tensorwise)
-    if mesh["tensor"] == mesh["fsdp"] == mesh["context"] == 1:  # no device cuts the blocks of scales
+    if mesh["tensor"] == mesh["fsdp"] == mesh["context"] == 1:  # whole blocks of scales
         recipes = (NONE, QuantizationRecipe.blockwise, QuantizationRecipe.mxfp8)
     if mesh.get("tensor_overlap") is not TensorOverlap.on:
         train["quantization"] = QuantizationConfig(one_of(recipes))
