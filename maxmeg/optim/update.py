@@ -57,11 +57,14 @@ def update(
     if not optim.offload:
         return run(gradients, old, aux)
     stages, layouts, new = mesh.shape["pipe"], orders(old.model), old
-    rows = mesh.size // stages if optim.optimizer is Optimizer.muon else 1
+    most = mesh.size // stages if optim.optimizer is Optimizer.muon else 1
     for group in groups_of(old.model):
-        layers = {} if group is None else {group: jnp.array(layouts[group])}
-        slices = Slices(*((stages, rows) if layers else (0, 1)))
-        place = len(aux) - 1 if group is None else group
+        layers, slices, place = {}, Slices(0), len(aux) - 1
+        if group is not None:
+            layers, place = {group: jnp.array(layouts[group])}, group
+            number = len(layouts[group]) // stages
+            sizes = [n for n in range(1, number + 1) if number % n == 0 and n <= most]
+            slices = Slices(stages, sizes[-1])
         values = [one if i == place else None for i, one in enumerate(aux)]
         parts = Parts(*[select(group, tree) for tree in old])
         result = in_loop(run, slices, select(group, gradients), parts, values, layers)
@@ -74,7 +77,7 @@ def on_device(model, dtype, mesh: Mesh):
     of each pipeline stage at a time."""
     masters = part(model, lambda v: v.get_value() is not None and is_on_host(v[...]), others=False)
     for group in groups_of(masters):
-        slices = Slices(0 if group is None else mesh.shape["pipe"], 1)
+        slices = Slices(0 if group is None else mesh.shape["pipe"])
         arrays = slices.split(select(group, masters))
         copies = jax.tree.map(lambda a: jnp.zeros(a.shape, dtype), arrays)
 
@@ -117,46 +120,37 @@ def store(finite: jax.Array, run: Callable, gradients, old: Parts, aux: list, **
 
 @dataclasses.dataclass(frozen=True)
 class Slices:
-    """Slices of arrays that stack layers: up to `rows` layers of each of `stages` pipeline stages.
-    stages 0: arrays that are not stacked, whole."""
+    """Slices of arrays that stack layers: `size` layers of each of `stages` pipeline stages.
+    stages 0: of arrays that are not stacked, all."""
 
     stages: int
-    rows: int
+    size: int = 1
 
     def split(self, tree):
         """Arrays [stages, layers of a stage, ...] for the other methods."""
-        stages = self.stages
+        shape = (self.stages, -1)
         return jax.tree.map(
-            lambda a: a.reshape(stages, -1, *a.shape[1:]) if stages else a[None, None], tree
+            lambda a: a.reshape(*shape, *a.shape[1:]) if self.stages else a[None, None], tree
         )
-
-    def count(self, tree) -> int:
-        return jax.tree.leaves(tree)[0].shape[1] // self.layers(jax.tree.leaves(tree)[0])
-
-    def layers(self, array: jax.Array) -> int:
-        """Layers of a stage in a slice: the largest divisor of their number up to `rows`."""
-        number = array.shape[1]
-        return max(n for n in range(1, min(self.rows, number) + 1) if number % n == 0)
-
-    def take(self, tree, i):
-        def one(a):
-            size = self.layers(a)
-            a = lax.dynamic_slice_in_dim(a, i * size, size, 1)
-            return a.reshape(-1, *a.shape[2:]) if self.stages else a[0, 0]
-
-        return jax.tree.map(one, tree)
-
-    def put(self, tree, slices, i):
-        def one(a, new):
-            size = self.layers(a)
-            new = new.reshape(a.shape[0], size, *a.shape[2:])
-            return lax.dynamic_update_slice_in_dim(a, new, i * size, 1)
-
-        return jax.tree.map(one, tree, slices)
 
     def whole(self, tree):
         """The inverse of `split`."""
         return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]) if self.stages else a[0, 0], tree)
+
+    def count(self, tree) -> int:
+        return jax.tree.leaves(tree)[0].shape[1] // self.size
+
+    def take(self, tree, i):
+        start = i * self.size
+        return self.whole(
+            jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, start, self.size, 1), tree)
+        )
+
+    def put(self, tree, slices, i):
+        def one(a, new):
+            return lax.dynamic_update_slice_in_dim(a, new, i * self.size, 1)
+
+        return jax.tree.map(one, tree, self.split(slices))
 
 
 def in_loop(
