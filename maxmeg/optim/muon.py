@@ -158,12 +158,8 @@ def of_shard(
     cuts = [(names, dim) for dim, names in enumerate(cut_axes, 1) if count(names) > 1]
     whole = [size * count(names) for size, names in zip(sizes, cut_axes, strict=True)]
     number, devices = math.prod(stacked), math.prod(count(names) for names, _ in cuts)
-    used, copies = set(itertools.chain(*axes)), []
-    for axis in MESH_AXES:
-        copied = axis not in used and count((axis,)) > 1
-        if copied and devices * count((*copies, axis)) <= number:
-            copies.append(axis)
-    step, copies = devices * count(tuple(copies)), tuple(copies)
+    copies = copied_over(set(itertools.chain(*axes)), devices, number, count)
+    step = devices * count(copies)
     x = x.reshape(number, *sizes).astype(muon.dtype.value)
     x = jnp.pad(x, ((0, -number % step), (0, 0), (0, 0)))
     if copies:
@@ -188,6 +184,17 @@ def exchanged_over(
     """
     others = tuple(name for name in names if name not in TENSOR_AXES)
     return names if columns * count(others) % sum(parts) else others
+
+
+def copied_over(used: set[str], devices: int, number: int, count: Callable) -> tuple[str, ...]:
+    """The mesh axes along which devices with the same shard divide its `number` matrices, which
+    `devices` exchange with each other. used: the axes that shard them."""
+    copies = ()
+    for axis in MESH_AXES:
+        copied = axis not in used and count((axis,)) > 1
+        if copied and devices * count((*copies, axis)) <= number:
+            copies = (*copies, axis)
+    return copies
 
 
 def parts(variable: nnx.Variable, muon: MuonConfig) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from maxmeg.config.schema import Masters, Moments, Optimizer
-from maxmeg.optim.muon import coefficients, exchanged_over, parts
+from maxmeg.optim.muon import coefficients, copied_over, exchanged_over, parts
 from maxmeg.optim.storage import block_size, has_remainder
 from maxmeg.optim.trees import is_matrix, without_matrix
 from maxmeg.parallel.mesh import MESH_AXES, mesh_shape
@@ -99,25 +99,21 @@ def is_orthogonalized(work: Workload, shard: Shard) -> bool:
     return muon and shard.trained and is_matrix(parameter.path[0], parameter.axes)
 
 
-def orthogonalized_columns(work: Workload, shard: Shard) -> tuple[tuple[str, ...], int]:
+def orthogonalized_columns(work: Workload, shard: Shard) -> tuple[tuple[str, ...], int, int]:
     """(mesh axes over which devices exchange columns of a parameter, columns of the matrices that a
-    device orthogonalizes)."""
-    variable, names = shard.parameter.variable, shard.cuts[-1]
+    device orthogonalizes, number of these matrices with padding). Of matrices whose heads lie on
+    several devices along tensor, a device has the columns of its heads."""
+    variable, cuts = shard.parameter.variable, shard.cuts
     mesh = dict(zip(MESH_AXES, mesh_shape(work.axes, work.config.parallel.fold), strict=True))
 
     def count(axes: tuple[str, ...]) -> int:
         return math.prod(mesh[axis] for axis in axes)
 
-    columns = variable.shape[-1] // count(names)
-    exchanged = exchanged_over(names, columns, parts(variable, work.config.optim.muon), count)
-    return exchanged, columns * count(exchanged)
-
-
-def number_of_matrices(work: Workload, shard: Shard) -> int:
-    """Number of matrices of a parameter that a device orthogonalizes, padding included. Of matrices
-    whose heads lie on several devices along tensor, a device has the columns of its heads."""
-    rows, (_, columns) = shard.parameter.variable.shape[-2], orthogonalized_columns(work, shard)
-    return math.ceil(shard.stored / (rows * columns))
+    rows, columns = (variable.shape[dim] // count(cuts[dim]) for dim in (-2, -1))
+    over = exchanged_over(cuts[-1], columns, parts(variable, work.config.optim.muon), count)
+    number, devices = shard.stored // (rows * columns), count(cuts[-2]) * count(over)
+    copies = copied_over(set(itertools.chain(*cuts)), devices, number, count)
+    return over, columns * count(over), math.ceil(number / (devices * count(copies)))
 
 
 def newton_schulz_flops(work: Workload) -> float:
@@ -127,14 +123,12 @@ def newton_schulz_flops(work: Workload) -> float:
     sets, total = coefficients(muon), 0.0
     for shard in work.shards:
         if is_orthogonalized(work, shard):
-            rows, columns = (
-                shard.parameter.variable.shape[-2],
-                orthogonalized_columns(work, shard)[1],
-            )
+            rows = shard.parameter.variable.shape[-2]
+            _, columns, number = orthogonalized_columns(work, shard)
             widths = parts(shard.parameter.variable, muon)
             for m, n in (sorted((rows, width)) for width in widths):
                 each = sum(4 * m**2 * n + 2 * m**3 * (c != 0) for _, _, c in sets)
-                total += each * columns // sum(widths) * number_of_matrices(work, shard)
+                total += each * columns // sum(widths) * number
     return total
 
 
@@ -144,10 +138,7 @@ def exchanged(work: Workload) -> Iterator[tuple[tuple[str, ...], int]]:
     for shard in work.shards:
         if not is_orthogonalized(work, shard):
             continue
-        rows, (over, columns) = (
-            shard.parameter.variable.shape[-2],
-            orthogonalized_columns(work, shard),
-        )
-        size = number_of_matrices(work, shard) * rows * columns
+        over, columns, number = orthogonalized_columns(work, shard)
+        size = number * shard.parameter.variable.shape[-2] * columns
         for names in filter(None, (shard.cuts[-2], over)):
             yield names, ITEMSIZE[work.config.optim.muon.dtype] * size
