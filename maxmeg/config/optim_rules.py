@@ -55,6 +55,11 @@ def optim_problems(config: Config) -> Iterator[str]:
         )
     if optim.optimizer is Optimizer.soap:
         yield from soap_problems(config.parallel)
+        if optim.offload:
+            yield (
+                "optim.offload=true with optim.optimizer=soap: that its update layer by layer is "
+                "the same has not been tested; set offload=false, or choose another optimizer"
+            )
     if config.model.dtype is DType.float16:
         if config.train.rerun_bad_steps:
             yield (
