@@ -12,17 +12,17 @@ from jax.sharding import Mesh, NamedSharding
 
 from maxmeg.checkpoint import storage
 from maxmeg.config import files
+from maxmeg.config.model import DType
 from maxmeg.config.schema import Config, Masters, Moments, OptimConfig
 from maxmeg.layers.amax_history import empty_history
-from maxmeg.layers.auxiliary import choose
 from maxmeg.models.lm import LM, language_model
 from maxmeg.ops.random import fold, split
 from maxmeg.ops.recipes import recipe_of
 from maxmeg.optim.scaling import Scaler, first_scaler
-from maxmeg.optim.storage import decode, divided, encode, orders, whole
-from maxmeg.parallel.host import host_sharding, to_device
+from maxmeg.optim.storage import decode, divided, encode, has_remainder, orders, whole
+from maxmeg.parallel.host import host_sharding, is_on_host, to_device
 from maxmeg.parallel.rules import is_variable, logical_axes, storage_specs
-from maxmeg.parallel.trainable import fixed, joined, saved, trained
+from maxmeg.parallel.trainable import joined, saved, trained
 from maxmeg.runtime.metrics.parameter_table import ParameterRow
 
 CHECKPOINTS = files.CHECKPOINTS
@@ -71,31 +71,18 @@ def with_masters(state: TrainState, masters: Masters) -> TrainState:
     return dataclasses.replace(state, model=model, remainders=remainders)
 
 
-@jax.named_scope("average")
-def averaged(ema: LM | None, weights: LM, optim: OptimConfig) -> LM | None:
-    """Return the EMA weights after a step, or None without EMA."""
-    decay = optim.ema.decay
-    return ema and jax.tree.map(lambda a, w: decay * a + (1 - decay) * w, ema, weights)
-
-
-def chosen(finite: jax.Array, new: TrainState, old: TrainState, optim: OptimConfig) -> TrainState:
-    """Return `new` with its masters as optim.masters stores them, or `old` if the step is not
-    finite."""
-    if not optim.offload:
-        return choose(finite, with_masters(new, optim.masters), old)
-    # optim/update.py has done this for the rest, layer by layer, so that XLA updates in place.
-    others = ((fixed(s.model), s.ema, s.history) for s in (new, old))
-    kept, ema, history = choose(finite, *others)
-    model = joined(trained(new.model), kept)
-    return dataclasses.replace(new, model=model, ema=ema, history=history)
-
-
 def evaluated_model(state: TrainState, is_average: bool) -> LM:
-    """Return the state's model; with is_average, with EMA weights in place of trained ones."""
-    if not is_average:
-        return state.model
-    cast = jax.tree.map(lambda a, w: a.astype(w.dtype), state.ema, trained(state.model))
-    return joined(cast, state.model)
+    """Return the state's model in device memory; with is_average, with EMA weights in place of
+    trained ones."""
+
+    def placed(a: jax.Array, like: jax.Array) -> jax.Array:
+        if is_on_host(a):
+            place = typing.cast(NamedSharding, a.sharding)
+            a = jax.device_put(a, NamedSharding(place.mesh, place.spec))
+        return a.astype(like.dtype)
+
+    model = joined(state.ema, state.model) if is_average else state.model
+    return jax.tree.map(placed, model, state.model)
 
 
 def on_disk(state):
@@ -149,13 +136,28 @@ def abstract_state(config: Config, optimizer, mesh: Mesh) -> TrainState:
     shapes = jax.eval_shape(init, jax.random.key(0))
     specs = storage_specs(shapes, mesh, config.parallel.zero1)
 
-    def one(path, a, spec):
-        sharding = NamedSharding(mesh, spec)
-        if config.optim.offload and path[0].name in ("optimizer", "remainders") and a.ndim:
-            sharding = host_sharding(mesh, spec)
+    def one(a, spec, on_host: bool):
+        sharding = host_sharding(mesh, spec) if on_host else NamedSharding(mesh, spec)
         return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
 
-    return jax.tree_util.tree_map_with_path(one, shapes, specs)
+    return jax.tree.map(one, shapes, specs, offloaded(shapes, config))
+
+
+def offloaded(shapes: TrainState, config: Config):
+    """The tree of a state with True in place of the arrays that optim.offload moves to host memory:
+    those that only the optimizer reads, and float32 masters of which a step makes 16-bit copies."""
+    optim, dtype = config.optim, config.model.dtype
+    has_copies = optim.masters is Masters.float32 and dtype is not DType.float32
+
+    def one(path, node) -> bool:
+        if path[0].name == "model":
+            return is_variable(node) and has_copies and has_remainder(node)
+        return path[0].name in ("optimizer", "remainders", "ema") and node.ndim > 0
+
+    def each(path, node):
+        return jax.tree.map(lambda _: optim.offload and one(path, node), node)
+
+    return jax.tree_util.tree_map_with_path(each, shapes, is_leaf=is_variable)
 
 
 def shardings_of(abstract):

@@ -27,7 +27,7 @@ from maxmeg.objectives.table import OBJECTIVES
 from maxmeg.ops.recipes import recipe_of
 from maxmeg.optim.build import clip
 from maxmeg.optim.scaling import next_scaler, unscaled
-from maxmeg.optim.update import Parts, update
+from maxmeg.optim.update import Parts, on_device, update
 from maxmeg.parallel import collectives
 from maxmeg.parallel.batch import Batch
 from maxmeg.parallel.fused import fuse, separate
@@ -36,13 +36,13 @@ from maxmeg.parallel.mesh import BATCH_AXES, CONTEXT_AXES, TOKEN_AXES, batch_sha
 from maxmeg.parallel.placement import batch_spec
 from maxmeg.parallel.rules import Reduction, reductions, storage_specs
 from maxmeg.parallel.spmd import spmd
-from maxmeg.parallel.trainable import fixed, joined, trained
+from maxmeg.parallel.trainable import fixed, frozen, joined, saved, trained
 from maxmeg.pipeline.executor import run_pipeline
 from maxmeg.pipeline.last_stage import from_last_stage
 from maxmeg.pipeline.program import Program
 from maxmeg.pipeline.schedule import SCHEDULES, forward_only, one_f_one_b
 from maxmeg.runtime.gpu_environment import compiler_options
-from maxmeg.state import TrainState, averaged, chosen, shardings_of
+from maxmeg.state import TrainState, shardings_of
 
 
 def context(batch: Batch, raw_key: jax.Array | None, layer=0) -> Context:
@@ -327,23 +327,22 @@ def make_train_step(
     """
     objective = objective or OBJECTIVES[config.data.objective]
     gradients_of = make_gradients(config, mesh, abstract.model, objective)
+    dtype = jnp.dtype(config.model.dtype.value)
 
     def train_step(state: TrainState, batch: Batch, controls: dict[str, jax.Array]):
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
         raw_key, scaler, past = jax.random.key_data(key), state.scaler, state.history
-        gradients, sums = gradients_of(state.model, batch, raw_key, scaler and scaler.scale, past)
+        computing = on_device(state.model, dtype, mesh)
+        gradients, sums = gradients_of(computing, batch, raw_key, scaler and scaler.scale, past)
         gradients, norm = clip(unscaled(gradients, scaler), config.optim.clip_norm)
         metrics = objective.metrics(sums)
         finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"])
         rates = {name: controls[name] for name in ("learning_rate", "weight_decay")}
-        old = Parts(trained(state.model), state.remainders, state.optimizer)
+        old = Parts(saved(state.model), state.remainders, state.optimizer, state.ema)
+        parts, aux = (optimizer, config.optim, gradients, old), state.model.aux_of(sums)
         with jax.named_scope("optimizer"):
-            new = update(optimizer, gradients, old, finite, mesh.shape["pipe"], key=key, **rates)
-        model = joined(new.weights, fixed(state.model))
-        model.update(sums)
-        ema = averaged(state.ema, trained(model), config.optim)
-        parts = model, new.moments, state.key, scaler, new.remainders, ema, sums.get("history")
-        new = chosen(finite, TrainState(state.step, *parts), state, config.optim)
+            new = update(*parts, aux, finite, mesh, key=key, **rates)
+        history = past and auxiliary.choose(finite, sums["history"], past)
         metrics |= {
             "grad_norm": norm,
             "tokens": sums["tokens"],
@@ -354,7 +353,9 @@ def make_train_step(
         }
         samples = batch.tokens.shape[0] * batch.tokens.shape[1]
         scaler = scaler and next_scaler(scaler, finite, samples, config.optim.loss_scale)
-        return dataclasses.replace(new, step=state.step + 1, scaler=scaler), metrics
+        model = joined(new.model, frozen(state.model))
+        rest = state.key, scaler, new.remainders, new.ema, history
+        return TrainState(state.step + 1, model, new.moments, *rest), metrics
 
     return jax.jit(
         train_step,

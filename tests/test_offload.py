@@ -8,15 +8,15 @@ import pytest
 from layouts import controls, mesh_of, of, tiny, tiny_batch, tiny_state
 
 from maxmeg.config.model import DType
-from maxmeg.config.optimizers import EmaConfig
+from maxmeg.config.optimizers import EmaConfig, QkClipConfig
 from maxmeg.config.parallel import Schedule
 from maxmeg.config.schema import Masters, Moments, OptimConfig, Optimizer
 from maxmeg.config.setting import with_fields
-from maxmeg.parallel.host import HOST, check_host_memory
+from maxmeg.parallel.host import HOST, check_host_memory, is_on_host
 from maxmeg.planning.analytic import analyze
 from maxmeg.planning.hardware import parse_cluster
 from maxmeg.planning.search import search
-from maxmeg.state import TrainState, to_arrays
+from maxmeg.state import TrainState, evaluated_model, to_arrays
 from maxmeg.step import make_gradients, make_train_step
 
 PIPED = {"fsdp": 1, "pipe": 2}
@@ -63,6 +63,13 @@ STATES = {
     "adamw": ({}, {"fsdp": 1}),
     "piped": ({"masters": Masters.remainders, "moments": Moments.float8}, PIPED | {"data": 2}),
     "lion": ({"optimizer": Optimizer.lion, "moments": Moments.bfloat16}, {"fsdp": 2, "tensor": 2}),
+    "muon": ({"optimizer": Optimizer.muon, "ema": EmaConfig(0.9)}, {"fsdp": 2, "tensor": 2}),
+    "piped muon": ({"optimizer": Optimizer.muon}, PIPED | {"data": 2, "zero1": True}),
+    "adafactor": ({"optimizer": Optimizer.adafactor}, {"fsdp": 2}),
+    "clipped": (
+        {"qk_clip": QkClipConfig(1e-3), "ema": EmaConfig(0.9), "masters": Masters.remainders},
+        PIPED | {"fsdp": 2},
+    ),
     "sgd": (
         {"optimizer": Optimizer.sgd, "groups": ("embedding.*:2:1",), "ema": EmaConfig(0.9)},
         {"fsdp": 1},
@@ -92,14 +99,17 @@ def test_offloaded_state_changes_no_bit_of_a_step(case):
     (found, abstract), (wanted, _) = (steps(optim, parallel, on) for on in (True, False))
     kinds = {name: array.sharding.memory_kind for name, array in to_arrays(found).items()}
     on_host = {name for name, kind in kinds.items() if kind == HOST}
+    moved = ["optimizer", "remainders", "ema", *(["model"] if found.remainders is None else [])]
     assert on_host == {
         name
         for name, array in to_arrays(abstract).items()
-        if name.startswith(("optimizer", "remainders")) and array.ndim
+        if name.startswith(tuple(moved)) and array.ndim
     }
-    assert on_host
     for name, array in to_arrays(wanted).items():
         np.testing.assert_array_equal(to_arrays(found)[name], array, err_msg=name)
+    (read, expected) = (evaluated_model(state, bool(found.ema)) for state in (found, wanted))
+    assert not any(map(is_on_host, jax.tree.leaves(read)))
+    jax.tree.map(np.testing.assert_array_equal, read, expected)
 
 
 def test_offloading_what_no_layer_stores_is_an_error():
@@ -118,11 +128,12 @@ def test_devices_without_pinned_host_memory_are_named():
 def test_a_plan_moves_bytes_from_the_device_to_the_host():
     """All of what is offloaded, and nothing else."""
     whole, cluster = of("llama3-8b", 8, 1, 1, fsdp=8), parse_cluster("h100x8")
-    whole.optim.ema.decay = 0.9  # averages stay on the device
+    whole.optim.ema.decay = 0.9
     before, model = analyze(whole, cluster), whole.model
     tokens, layers = whole.data.sequence_length, model.num_layers
     sizes = {"activations": layers * tokens * model.ffn * 2}
-    sizes["optimizer state"] = 2 * before.memory["optimizer"] // 3  # two moments, an average
+    masters = before.memory["master weights"]
+    sizes["optimizer state"] = masters + before.memory["optimizer"]
     for path, value, name in (
         ("model.recompute", "minimal,offload:mlp_up", "activations"),
         ("optim.offload", True, "optimizer state"),
@@ -132,7 +143,8 @@ def test_a_plan_moves_bytes_from_the_device_to_the_host():
         assert before.total - after.total == sizes[name]
         added = after.step_seconds - before.step_seconds
         assert added == pytest.approx(after.offload_seconds)
-    assert added == pytest.approx(2 * sizes["optimizer state"] / cluster.host_rate)
+    moved = masters + 2 * sizes["optimizer state"]  # masters are also read at the step's start
+    assert added == pytest.approx(moved / cluster.host_rate)
 
 
 def test_a_search_offloads_only_where_nothing_fits_otherwise():

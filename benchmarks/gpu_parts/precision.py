@@ -113,22 +113,22 @@ def update_alone(config, state) -> Callable:
     from maxmeg.optim.build import clip, make_optimizer
     from maxmeg.optim.update import Parts, update
     from maxmeg.parallel.mesh import local_mesh
-    from maxmeg.parallel.trainable import fixed, joined, trained
-    from maxmeg.state import chosen
+    from maxmeg.parallel.trainable import frozen, joined, saved
 
     mesh = local_mesh()
     transformation = make_optimizer(config.optim, mesh)
+    aux = [None] * len(state.model.aux_of({}))
 
     def run(state, gradients):
         gradients, norm = clip(gradients, config.optim.clip_norm)
         finite, key = jnp.isfinite(norm), jax.random.wrap_key_data(state.key)
-        old = Parts(trained(state.model), state.remainders, state.optimizer)
+        old = Parts(saved(state.model), state.remainders, state.optimizer, state.ema)
         rates = {"learning_rate": 1e-6, "weight_decay": 0.01}
-        new = update(transformation, gradients, old, finite, 1, key=key, **rates)
-        model = joined(new.weights, fixed(state.model))
-        parts = {"optimizer": new.moments, "remainders": new.remainders}
-        new = dataclasses.replace(state, model=model, **parts)
-        return chosen(finite, new, state, config.optim)
+        parts = transformation, config.optim, gradients, old, aux, finite, mesh
+        new = update(*parts, key=key, **rates)
+        model = joined(new.model, frozen(state.model))
+        parts = {"optimizer": new.moments, "remainders": new.remainders, "ema": new.ema}
+        return dataclasses.replace(state, model=model, **parts)
 
     places = jax.tree.map(lambda a: a.sharding, state)
     return jax.jit(run, donate_argnums=0, out_shardings=places)

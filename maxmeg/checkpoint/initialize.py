@@ -21,6 +21,7 @@ from maxmeg.config.schema import Config, Masters
 from maxmeg.models.lm import LM, language_model
 from maxmeg.ops.random import split
 from maxmeg.optim.storage import whole
+from maxmeg.parallel.host import to_device
 from maxmeg.parallel.trainable import frozen, joined, trained, without
 from maxmeg.state import (
     CHECKPOINTS,
@@ -82,6 +83,7 @@ def with_average(state: TrainState, abstract: TrainState) -> TrainState:
         return dataclasses.replace(state, ema=None if abstract.ema is None else state.ema)
 
     def begin(model, remainders):
+        model, remainders = to_device((model, remainders))
         return jax.tree.map(jnp.copy, trained(whole(model, remainders)))
 
     places = shardings_of(abstract.ema)

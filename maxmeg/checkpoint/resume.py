@@ -156,7 +156,7 @@ def as_saved(config: Config, abstract: TrainState, manifest: Manifest) -> TrainS
         optimizer = make_optimizer(optim, mesh, config.parallel.zero1)
         abstract = abstract_state(dataclasses.replace(config, optim=optim), optimizer, mesh)
     state = on_disk(abstract)
-    ema = trained(state.model) if has_averages(manifest.tensors) else None
+    ema = (state.ema or trained(state.model)) if has_averages(manifest.tensors) else None
     history = state.history if has_history(state, manifest) else None
     return with_saved_scaler(dataclasses.replace(state, ema=ema, history=history), manifest)
 

@@ -82,7 +82,7 @@ def load_run(
         base = manifest.metadata.get("base", {})
         check_base(config, base)
         sizes: dict[str, typing.Any] = {**sizes_of(mesh)}
-        config.parallel = ParallelConfig(**sizes, zero1=False)
+        config.parallel, config.optim.offload = ParallelConfig(**sizes, zero1=False), False
         if not mtp:
             config.model = config.model.without_mtp()
         elif not config.model.mtp.num_layers:

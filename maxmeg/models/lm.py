@@ -166,13 +166,21 @@ class LM(nnx.Module):
         x_BLD, cache, aux = self.stack(self.embed_tokens(ids_BL, ctx), ctx, cache)
         return self.outputs(x_BLD, ctx), cache, aux
 
-    def update(self, sums: dict[str, typing.Any]) -> None:
-        """Set the state of all layers from the auxiliary values of a whole step: "stack_aux" of
-        the stack's groups, "mtp_aux" of the MTP layers."""
-        self.stack.update(sums["stack_aux"])
-        if self.mtp is not None:
-            for depth, values in zip(self.mtp.depths, sums["mtp_aux"], strict=True):
-                depth.layer.update(values)
+    def aux_of(self, sums: dict[str, typing.Any]) -> list:
+        """The auxiliary values of a whole step for `update`: of each group of the stack, in the
+        order of its rows, and at the end a list of those of the MTP layers."""
+        return [*self.stack.aux_of(sums["stack_aux"]), sums.get("mtp_aux", [])]
+
+    def update(self, aux: list) -> None:
+        """Set the state of the layers from auxiliary values, as `aux_of` returns them. Groups with
+        None in their place are left as they are."""
+        depths = self.mtp.depths if self.mtp is not None else []
+        layers = [*self.stack.groups, *(depth.layer for depth in depths)]
+        for layer, values in zip(
+            layers, [*aux[:-1], *(aux[-1] or [None] * len(depths))], strict=True
+        ):
+            if values is not None:
+                layer.update(values)
 
     def output_weight(self) -> jax.Array:
         """The local rows [V, D] of the output projection."""

@@ -198,13 +198,16 @@ class Stack(nnx.Module):
         )
         return checkpointed(unit, x_BLD, layer)
 
-    def update(self, aux: list) -> None:
-        """Set the state of all layers from the auxiliary values of a whole step, stacked in model
-        order for each group. Places without a layer get zeros."""
-        for group, order, values in zip(self.groups, self.layout.orders, aux, strict=True):
+    def aux_of(self, aux: list) -> list:
+        """Put the auxiliary values of a whole step, stacked in model order for each group, in the
+        order of the group's rows. Places without a layer get zeros."""
+
+        def placed(order: tuple[int, ...], values):
             rows = np.array([n if n >= 0 else len(order) for n in order])
-            placed = functools.partial(jnp.take, indices=rows, axis=0, mode="fill", fill_value=0)
-            group.update(jax.tree.map(placed, values))
+            take = functools.partial(jnp.take, indices=rows, axis=0, mode="fill", fill_value=0)
+            return jax.tree.map(take, values)
+
+        return [placed(*pair) for pair in zip(self.layout.orders, aux, strict=True)]
 
     def init_cache(self, size: CacheSize) -> list:
         """An empty cache of each group, for all its repeats (layers/cache.py)."""

@@ -13,6 +13,7 @@ all-to-all for each sharded dimension), iterates, and returns the results to the
 import itertools
 import math
 import typing
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ from maxmeg.config.optimizers import MuonConfig, MuonScale, NewtonSchulz
 from maxmeg.config.schema import OptimConfig
 from maxmeg.optim.trees import part
 from maxmeg.parallel import collectives
-from maxmeg.parallel.mesh import MESH_AXES
+from maxmeg.parallel.mesh import MESH_AXES, TENSOR_AXES
 from maxmeg.parallel.rules import is_variable, storage_axes, storage_specs
 from maxmeg.parallel.spmd import spmd
 from maxmeg.parallel.trainable import joined
@@ -153,15 +154,12 @@ def of_shard(
     shard divide the matrices among them too, as long as there are enough matrices for all.
     """
     stacked, sizes = x.shape[:-2], x.shape[-2:]
-    cuts = [(names, dim) for dim, names in ((1, axes[-2]), (2, axes[-1])) if count(names) > 1]
-    whole = [size * count(names) for size, names in zip(sizes, axes[-2:], strict=True)]
+    cut_axes = axes[-2], exchanged_over(axes[-1], sizes[-1], parts, count)
+    cuts = [(names, dim) for dim, names in enumerate(cut_axes, 1) if count(names) > 1]
+    whole = [size * count(names) for size, names in zip(sizes, cut_axes, strict=True)]
     number, devices = math.prod(stacked), math.prod(count(names) for names, _ in cuts)
-    used, copies = set(itertools.chain(*axes)), []
-    for axis in MESH_AXES:
-        copied = axis not in used and count((axis,)) > 1
-        if copied and devices * count((*copies, axis)) <= number:
-            copies.append(axis)
-    step, copies = devices * count(tuple(copies)), tuple(copies)
+    copies = copied_over(set(itertools.chain(*axes)), devices, number, count)
+    step = devices * count(copies)
     x = x.reshape(number, *sizes).astype(muon.dtype.value)
     x = jnp.pad(x, ((0, -number % step), (0, 0), (0, 0)))
     if copies:
@@ -174,6 +172,29 @@ def of_shard(
         x = collectives.exchange(x, names, dim, 0)
     x = collectives.gather(x, copies, 0)[:number].reshape(*stacked, *sizes)
     return x.astype(jnp.float32)
+
+
+def exchanged_over(
+    names: tuple[str, ...], columns: int, parts: tuple[int, ...], count: Callable
+) -> tuple[str, ...]:
+    """The mesh axes over which devices exchange columns of matrices, out of the axes `names` that
+    shard them: not over tensor if the devices along it have whole heads.
+
+    columns: of a shard. parts: as in `direction`. count: axes -> number of devices.
+    """
+    others = tuple(name for name in names if name not in TENSOR_AXES)
+    return names if columns * count(others) % sum(parts) else others
+
+
+def copied_over(used: set[str], devices: int, number: int, count: Callable) -> tuple[str, ...]:
+    """The mesh axes along which devices with the same shard divide its `number` matrices, which
+    `devices` exchange with each other. used: the axes that shard them."""
+    copies = ()
+    for axis in MESH_AXES:
+        copied = axis not in used and count((axis,)) > 1
+        if copied and devices * count((*copies, axis)) <= number:
+            copies = (*copies, axis)
+    return copies
 
 
 def parts(variable: nnx.Variable, muon: MuonConfig) -> tuple[int, ...]:

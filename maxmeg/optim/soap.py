@@ -94,7 +94,7 @@ def scale_by_soap(config: OptimConfig, mesh: Mesh | None = None) -> optax.Gradie
             with jax.default_matmul_precision("highest"):
                 return map_variables(of_matrix, *trees)
 
-        if mesh is None:
+        if mesh is None or not jax.tree.leaves(trees):
             found = matrices(*trees)
         else:
             specs = tuple(storage_specs(tree, mesh, zero1=False) for tree in trees)

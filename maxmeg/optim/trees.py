@@ -39,12 +39,13 @@ def part(tree, matrices: bool):
 
 def map_variables(function: Callable[..., tuple], *trees) -> tuple:
     """Trees of the results, a tuple, of `function` of the variables at each place of `trees`. Where
-    the first tree has no array, the results have none either."""
+    the first tree has no array, the results have none either; where it has none at all, there are
+    as many results as trees."""
     leaves = [jax.tree.leaves(tree, is_leaf=is_variable) for tree in trees]
     structure = jax.tree.structure(trees[0], is_leaf=is_variable)
     rows = zip(*leaves, strict=True)
     found = [function(*row) if row[0].get_value() is not None else None for row in rows]
-    count = max(len(row) for row in found if row is not None)
+    count = max((len(row) for row in found if row is not None), default=len(trees))
     empty = [leaf.replace(None) for leaf in leaves[0]]
     columns = zip(
         *(row or (none,) * count for row, none in zip(found, empty, strict=True)), strict=True

@@ -1,10 +1,12 @@
-"""The optimizer's update of the trained part of a state.
+"""The optimizer's update of a state.
 
-With `optim.offload`, moments and remainders of masters are stored in pinned host memory. A loop
-over the layers of each stack copies one layer's arrays to the device, updates them, and writes them
-back in place. Parameters outside of stacks are updated together.
+With `optim.offload`, float32 masters or their remainders, moments and averages are stored in pinned
+host memory. A loop over the layers of each stack copies the arrays of one layer to the device,
+updates them, and writes them back in place; with Muon those of as many layers as give each device
+a matrix. Parameters outside of stacks are updated together.
 """
 
+import dataclasses
 import functools
 import typing
 from collections.abc import Callable
@@ -12,96 +14,166 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 
+from maxmeg.config.schema import OptimConfig, Optimizer
 from maxmeg.layers.auxiliary import choose
 from maxmeg.ops.broadcast import never
-from maxmeg.optim.storage import STACKED, divided, orders, parameter_name, whole
+from maxmeg.optim.storage import STACKED, divided, orders, whole
 from maxmeg.parallel.host import is_on_host, to_device, to_memory_of
 from maxmeg.parallel.rules import is_variable
-from maxmeg.parallel.trainable import joined, part
+from maxmeg.parallel.trainable import fixed, joined, part, trained
 
 
 class Parts(typing.NamedTuple):
-    """The trained part of a state. weights: with remainders bfloat16, without them float32 masters.
-    remainders: None, or as in optim/storage.py. moments: the state of the optimizer."""
+    """What an update reads and replaces. model: the model without the frozen base of adapters; its
+    trained part is float32 masters, or bfloat16 weights with remainders. remainders: None, or as in
+    optim/storage.py. moments: the state of the optimizer. ema: None, or averages."""
 
-    weights: typing.Any
+    model: typing.Any
     remainders: typing.Any
     moments: typing.Any
+    ema: typing.Any
 
 
-def update(optimizer, gradients, old: Parts, finite: jax.Array, stages: int, **arguments) -> Parts:
-    """Run the optimizer on the trained parameters.
+def update(
+    optimizer,
+    optim: OptimConfig,
+    gradients,
+    old: Parts,
+    aux: list,
+    finite: jax.Array,
+    mesh: Mesh,
+    **arguments,
+) -> Parts:
+    """Run the optimizer on the trained part of the model, update the state of its layers, and
+    average its weights. Returns `old` if the step is not `finite`.
 
-    Without offload: returns float32 masters and new moments, for the caller to store (`chosen` in
-    state.py). With offload: returns the parts in the form of `old`, and `old` itself if the step is
-    not `finite`. stages: number of pipeline stages that shard the stacks' layers. arguments: for
-    the optimizer's update.
+    aux: auxiliary values of the layers as LM.update takes them. arguments: for the optimizer's
+    update.
     """
-    run = functools.partial(apply, optimizer, arguments)
-    if not any(map(is_on_host, jax.tree.leaves(old))):
-        return run(gradients, old)
+    run = functools.partial(apply, optimizer, optim.ema.decay, arguments)
     run = functools.partial(store, finite, run)
-    layouts, new = orders(old.weights), old
-    for group in groups_of(old.weights):
-        mine = select(group, gradients), Parts(*[select(group, tree) for tree in old])
+    if not optim.offload:
+        return run(gradients, old, aux)
+    stages, layouts, new = mesh.shape["pipe"], orders(old.model), old
+    most = mesh.size // stages if optim.optimizer is Optimizer.muon else 1
+    for group in groups_of(old.model):
+        layers, slices, place = {}, Slices(0), len(aux) - 1
         if group is not None:
-            layers = {group: jnp.array(layouts[group])}
-            result = in_loop(run, mine[0], mine[1], layers, stages)
-        else:  # as a stack of one layer
-            one = jax.tree.map(lambda a: a[None] if a.ndim else a, mine)
-            result = in_loop(run, one[0], one[1], {}, 1)
-            result = jax.tree.map(lambda a: a[0] if a.ndim else a, result)
+            layers, place = {group: jnp.array(layouts[group])}, group
+            number = len(layouts[group]) // stages
+            sizes = [n for n in range(1, number + 1) if number % n == 0 and n <= most]
+            slices = Slices(stages, sizes[-1])
+        values = [one if i == place else None for i, one in enumerate(aux)]
+        parts = Parts(*[select(group, tree) for tree in old])
+        result = in_loop(run, slices, select(group, gradients), parts, values, layers)
         new = joined(result, new)
     return new
 
 
-def apply(optimizer, arguments: dict, gradients, old: Parts, **rows) -> Parts:
-    """Run the optimizer on arrays in device memory; returns float32 masters and new moments."""
-    own = whole(old.weights, old.remainders)
+def on_device(model, dtype, mesh: Mesh):
+    """The model with the masters that are in host memory copied to the device in `dtype`, one layer
+    of each pipeline stage at a time."""
+    masters = part(model, lambda v: v.get_value() is not None and is_on_host(v[...]), others=False)
+    for group in groups_of(masters):
+        slices = Slices(0 if group is None else mesh.shape["pipe"])
+        arrays = slices.split(select(group, masters))
+        copies = jax.tree.map(lambda a: jnp.zeros(a.shape, dtype), arrays)
+
+        def body(i, copies, slices=slices, arrays=arrays):
+            layer = jax.tree.map(lambda a: a.astype(dtype), to_device(slices.take(arrays, i)))
+            return slices.put(copies, layer, i)
+
+        copies = lax.fori_loop(0, slices.count(arrays), body, copies)
+        model = joined(slices.whole(copies), model)
+    return model
+
+
+def apply(
+    optimizer, decay: float, arguments: dict, gradients, old: Parts, aux: list, **rows
+) -> Parts:
+    """Update arrays in device memory; returns float32 masters without remainders."""
+    own = whole(trained(old.model), old.remainders)
     updates, moments = optimizer.update(gradients, old.moments, own, **arguments, **rows)
-    return Parts(jax.tree.map(jnp.add, own, updates), None, moments)
+    model = joined(jax.tree.map(jnp.add, own, updates), fixed(old.model))
+    model.update(aux)
+    return Parts(model, None, moments, averaged(old.ema, trained(model), decay))
 
 
-def store(finite: jax.Array, run: Callable, gradients, old: Parts, **rows) -> Parts:
+@jax.named_scope("average")
+def averaged(ema, weights, decay: float):
+    """Return the EMA weights after a step, or None without EMA."""
+    return ema and jax.tree.map(lambda a, w: decay * a + (1 - decay) * w, ema, weights)
+
+
+def store(finite: jax.Array, run: Callable, gradients, old: Parts, aux: list, **rows) -> Parts:
     """Call `run` and return its result in the form of `old`, or `old` if the step is not finite."""
-    weights, remainders, moments = run(gradients, old, **rows)
+    new = run(gradients, old, aux, **rows)
     if old.remainders is not None:
-        weights, remainders = divided(weights)
+        model, remainders = divided(new.model)
+        new = new._replace(model=model, remainders=remainders)
     # Scales of moments that are in another group lose the size of their blocks.
-    moments = jax.tree.unflatten(jax.tree.structure(old.moments), jax.tree.leaves(moments))
-    return choose(finite, Parts(weights, remainders, moments), old)
+    moments = jax.tree.unflatten(jax.tree.structure(old.moments), jax.tree.leaves(new.moments))
+    return choose(finite, new._replace(moments=moments), old)
+
+
+@dataclasses.dataclass(frozen=True)
+class Slices:
+    """Slices of arrays that stack layers: `size` layers of each of `stages` pipeline stages.
+    stages 0: of arrays that are not stacked, all."""
+
+    stages: int
+    size: int = 1
+
+    def split(self, tree):
+        """Arrays [stages, layers of a stage, ...] for the other methods."""
+        shape = (self.stages, -1)
+        return jax.tree.map(
+            lambda a: a.reshape(*shape, *a.shape[1:]) if self.stages else a[None, None], tree
+        )
+
+    def whole(self, tree):
+        """The inverse of `split`."""
+        return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]) if self.stages else a[0, 0], tree)
+
+    def count(self, tree) -> int:
+        return jax.tree.leaves(tree)[0].shape[1] // self.size
+
+    def take(self, tree, i):
+        start = i * self.size
+        return self.whole(
+            jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, start, self.size, 1), tree)
+        )
+
+    def put(self, tree, slices, i):
+        def one(a, new):
+            return lax.dynamic_update_slice_in_dim(a, new, i * self.size, 1)
+
+        return jax.tree.map(one, tree, self.split(slices))
 
 
 def in_loop(
-    run: Callable, gradients, old: Parts, layers: dict[int, jax.Array], stages: int
+    run: Callable, slices: Slices, gradients, old: Parts, aux: list, layers: dict[int, jax.Array]
 ) -> Parts:
-    """Apply `run` to one layer of each pipeline stage at a time. old: a group of stacked layers.
-    layers: {group number: layer number of each row}; empty outside of stacks."""
+    """Apply `run` to slices of one group's arrays. layers: {group number: layer number of each
+    row}; empty outside of stacks."""
     arrays, scalars = variables_of(old), without_variables(old)
-
-    def by_stage(tree):
-        return jax.tree.map(lambda a: a.reshape(stages, -1, *a.shape[1:]), tree)
-
-    def rows_of(tree, i):
-        return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, 1, keepdims=False), tree)
+    arrays, gradients, aux, layers = slices.split((arrays, gradients, aux, layers))
 
     def body(i, state):
         arrays, _ = state
-        parts = joined(to_device(rows_of(arrays, i)), scalars)
-        new = run(rows_of(gradients, i), parts, layers=rows_of(layers, i))
+        parts = joined(to_device(slices.take(arrays, i)), scalars)
+        mine, values, places = slices.take((gradients, aux, layers), i)
+        new = run(mine, parts, values, layers=places)
         rows = to_memory_of(variables_of(new), arrays)
-        arrays = jax.tree.map(
-            lambda array, row: lax.dynamic_update_index_in_dim(array, row, i, 1), arrays, rows
-        )
-        return arrays, without_variables(new)
+        return slices.put(arrays, rows, i), without_variables(new)
 
-    arrays, gradients, layers = by_stage((arrays, gradients, layers))
     # Hide the number of iterations from XLA: it would inline a loop of one iteration, and copy its
     # arrays from the host before other loops run.
-    length = jax.tree.leaves(arrays)[0].shape[1] + never(jax.tree.leaves(gradients)[0])
+    length = slices.count(arrays) + never(jax.tree.leaves(gradients)[0])
     arrays, scalars = lax.fori_loop(0, length, body, (arrays, scalars))
-    return joined(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), arrays), scalars)
+    return joined(slices.whole(arrays), scalars)
 
 
 def groups_of(weights) -> list[int | None]:
@@ -112,8 +184,9 @@ def groups_of(weights) -> list[int | None]:
 
 
 def group_of(path) -> int | None:
-    """The group of stacked layers that a parameter, or its moment, belongs to."""
-    group = STACKED.match(parameter_name(path))
+    """The group of stacked layers that a parameter, or its part of an optimizer's state, belongs
+    to."""
+    group = STACKED.search(jax.tree_util.keystr(path, simple=True, separator="."))
     return int(group[1]) if group else None
 
 

@@ -4,7 +4,7 @@ import pytest
 from layouts import of
 
 from maxmeg.config.parallel import Schedule
-from maxmeg.config.schema import Masters
+from maxmeg.config.schema import Masters, Optimizer
 from maxmeg.config.setting import with_fields
 from maxmeg.planning.compile import compile_report
 from maxmeg.planning.cost.offload import host_memory
@@ -43,10 +43,14 @@ def test_named_activations_leave_the_device(names, microbatches, parallel, least
     assert before.temporaries - after.temporaries >= least * planned
 
 
-@pytest.mark.parametrize("masters", Masters)
-def test_state_leaves_the_device_and_is_updated_in_place(masters):
-    """No second copy on the host, and no array more among the temporaries."""
-    fields = {"optim.masters": masters}
+@pytest.mark.parametrize(
+    ("masters", "optimizer"),
+    [*((masters, Optimizer.adamw) for masters in Masters), (Masters.float32, Optimizer.muon)],
+)
+def test_state_leaves_the_device_and_is_updated_in_place(masters, optimizer):
+    """No second copy on the host, and among the temporaries no more than the arrays of the layers
+    that are updated together."""
+    fields = {"optim.masters": masters, "optim.optimizer": optimizer}
     (before, _), (after, planned) = (
         compiled(1, {"fsdp": GPUS}, fields | {"optim.offload": offload})
         for offload in (False, True)

@@ -275,12 +275,6 @@ BAD = [
         "optim.adafactor.scale_by_parameter=true",
         "scale_by_parameter=true | muP has rules for the rates of adamw",
     ),
-    ("optim.qk_clip.threshold=100.0; optim.offload=true", "offload=true | threshold=100.0"),
-    (
-        "optim.ema.decay=0.9; optim.offload=true; optim.masters=remainders",
-        "offload=true | ema.decay=0.9 | masters=float32",
-    ),
-    ("optim.optimizer=muon; optim.offload=true", "offload=true | muon | adamw, sgd, lion"),
     ("model.recompute=offload:mlp", "'offload:mlp' is neither | mlp_up"),
     ("optim.groups=('embedding.*:fast:0',)", "embedding.*:fast:0 | PATTERN:RATE:DECAY"),
     ("optim.soap.kl=false", "kl | optimizer=soap"),

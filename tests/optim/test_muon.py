@@ -16,9 +16,11 @@ from maxmeg.layers.lora import linears
 from maxmeg.models.lm import language_model
 from maxmeg.optim.build import make_optimizer
 from maxmeg.optim.muon import COEFFICIENTS, newton_schulz, orthogonalized
+from maxmeg.parallel.trainable import trained
 from maxmeg.step import make_train_step
 
 SAME_UPDATE = 1e-5  # of the largest; orthogonalizing amplifies rounding of the gradients
+SAME_GRADIENT = 1e-5  # absolute, of updates up to 1.5: five float32 iterations amplify rounding
 EXACT = {"dtype": DType.float32}
 
 
@@ -162,6 +164,33 @@ def parameters_after_steps(parallel: dict) -> dict:
 @pytest.fixture(scope="module")
 def on_one_device() -> dict:
     return parameters_after_steps({})
+
+
+def updates_of_weights(parallel: dict, per_head: bool) -> dict:
+    """Muon's updates with the weights in place of gradients, which are the same on every mesh."""
+    config = tiny(MODEL, **parallel)
+    config.optim = OptimConfig(Optimizer.muon, muon=MuonConfig(per_head=per_head, **EXACT))
+    mesh = mesh_of(config)
+    optimizer, _, state = tiny_state(config, mesh)
+    rates = {"learning_rate": 1.0, "weight_decay": 0.0}
+
+    def update(model, moments):
+        return optimizer.update(model, moments, model, **rates)[0]
+
+    found = jax.jit(update)(trained(state.model), state.optimizer)
+    return jax.device_get(in_model_order({"model": found}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("per_head", [False, True])
+def test_equal_gradients_give_equal_updates_on_every_mesh(per_head):
+    expected = updates_of_weights({}, per_head)
+
+    def compare(a, b):
+        np.testing.assert_allclose(a, b[tuple(map(slice, a.shape))], atol=SAME_GRADIENT)
+
+    for parallel in ({"tensor": 4}, {"fsdp": 4}, {"pipe": 2}, {"expert": 2, "data": 2}):
+        jax.tree.map(compare, expected, updates_of_weights(parallel, per_head))
 
 
 @pytest.mark.parametrize(

@@ -82,10 +82,10 @@ def traced(config: Config) -> tuple[Counter, Counter]:
     return runs, volume
 
 
-@pytest.mark.parametrize("zero1", [False, True])
-def test_muon_exchanges_parts_of_matrices_as_planned(zero1):
+@pytest.mark.parametrize(("zero1", "per_head"), [(False, True), (True, False)])
+def test_muon_exchanges_parts_of_matrices_as_planned(zero1, per_head):
     config = tiny({"num_layers": 4}, data=2, fsdp=2, tensor=2, zero1=zero1)
-    config.optim.optimizer = Optimizer.muon
+    config.optim.optimizer, config.optim.muon.per_head = Optimizer.muon, per_head
     mesh = mesh_of(config)
     optimizer = make_optimizer(config.optim, mesh, zero1)
     state = abstract_state(config, optimizer, mesh)

@@ -4,16 +4,19 @@ import math
 
 import jax
 import pytest
-from layouts import ALTERNATING, mesh_of, tiny
+from layouts import ALTERNATING, mesh_of, of, tiny
 from tables import thinned
 
 from maxmeg.config.model import DType, Norm, Position
 from maxmeg.config.quantization import QuantizationRecipe
 from maxmeg.config.schema import Masters, Moments, OptimConfig, Optimizer
+from maxmeg.config.setting import with_fields
 from maxmeg.optim.build import make_optimizer
+from maxmeg.planning.analytic import analyze
 from maxmeg.planning.cost.memory import device_memory
 from maxmeg.planning.cost.optimizer import newton_schulz_flops
 from maxmeg.planning.cost.workload import workload
+from maxmeg.planning.hardware import parse_cluster
 from maxmeg.state import abstract_state, parameter_rows
 
 EXPERTS = {"layers": "attention,mlp *(attention,moe)", "moe.num_experts": 4}
@@ -105,3 +108,15 @@ def test_newton_schulz_of_single_heads_is_counted():
         flops[per_head] = newton_schulz_flops(workload(config, 1))
     whole, head = (5 * (4 * m**2 * 32 + 2 * m**3) for m in (32, 4))
     assert flops[False] - flops[True] == 2 * 3 * (whole - 8 * head)
+
+
+def test_muon_takes_three_percent_of_a_long_step():
+    """Of Llama 3 8B on 8 H100s, 4M tokens a step."""
+    cluster, seconds = parse_cluster("h100x8"), {}
+    for optimizer in (Optimizer.adamw, Optimizer.muon):
+        config = of("llama3-8b", 8, 1, 64, fsdp=8)
+        assert config.train.global_batch_size * config.data.sequence_length == 2**22
+        config = with_fields(config, {"optim.optimizer": optimizer})
+        seconds[optimizer] = analyze(config, cluster).step_seconds
+    added = seconds[Optimizer.muon] - seconds[Optimizer.adamw]
+    assert 0 < added <= 0.03 * seconds[Optimizer.muon]

@@ -116,9 +116,9 @@ def one_chunk(
     capped_TV = softcapped(raw_TV, spec.softcap)
     logits_TV = jnp.where(real_V, capped_TV, MASKED)
     largest_T = collectives.max_over(jnp.max(logits_TV, axis=-1), VOCAB_AXES)
-    exp_TV = jnp.exp(logits_TV - largest_T[:, None])
     hit_TV = ids_V[None] == targets_T[:, None]
-    partial = [jnp.sum(exp_TV, axis=-1), jnp.sum(jnp.where(hit_TV, logits_TV, 0.0), axis=-1)]
+    total_T = jnp.sum(jnp.exp(logits_TV - largest_T[:, None]), axis=-1)
+    partial = [total_T, jnp.sum(jnp.where(hit_TV, logits_TV, 0.0), axis=-1)]
     if spec.smoothing:
         partial.append(jnp.sum(jnp.where(real_V, capped_TV, 0.0), axis=-1))
     total_T, target_T, *sum_T = collectives.sum_over(partial, VOCAB_AXES)
@@ -127,8 +127,10 @@ def one_chunk(
     if not gradients:
         return [loss], [token_loss_T]
     weights_T1 = weights_T[:, None]
-    slope_T = (1 + 2 * spec.z_loss * logsumexp_T) / total_T
-    d_TV = exp_TV * slope_T[:, None] - jnp.where(hit_TV, 1 - spec.smoothing, 0.0)
+    slope_T = 1 + 2 * spec.z_loss * logsumexp_T
+    # Not by the exponentials above: XLA for B200s would store them, as many bytes as the logits.
+    softmax_TV = jnp.exp(logits_TV - logsumexp_T[:, None])
+    d_TV = softmax_TV * slope_T[:, None] - jnp.where(hit_TV, 1 - spec.smoothing, 0.0)
     if spec.smoothing:
         d_TV -= jnp.where(real_V, spec.uniform, 0.0)
     if spec.softcap:

@@ -12,7 +12,13 @@ from maxmeg.planning.cost import context, experts
 from maxmeg.planning.cost.attention import keeps_attention, stored_attention
 from maxmeg.planning.cost.backward import layer, scattered_in_branch, split_once, weight_lane
 from maxmeg.planning.cost.loss import FLOAT32, Head
-from maxmeg.planning.cost.optimizer import average_bytes, history_bytes, is_halved, moment_bytes
+from maxmeg.planning.cost.optimizer import (
+    average_bytes,
+    history_bytes,
+    host_master_bytes,
+    is_halved,
+    moment_bytes,
+)
 from maxmeg.planning.cost.workload import Shard, Unit, Workload
 
 
@@ -341,7 +347,8 @@ def parameter_memory(work: Workload) -> dict[str, int]:
 
     masters: float32 parameters, or bfloat16 ones and remainders, sharded by RULES and ZeRO-1.
     optimizer: moments and averages (optim.ema), sharded like the masters, and histories of delayed
-    scaling. optim.offload moves moments and remainders to the host.
+    scaling. optim.offload moves moments and averages to the host, and masters as
+    `host_master_bytes` says.
     frozen: base weights of adapters, in the compute dtype; the entries below exclude them.
     weights: masters cast to the compute dtype or quantized, once per step, under ZeRO-1
     gathered over data, and fused (0 if nothing changes them: float32 in float32, or bfloat16 with
@@ -364,7 +371,8 @@ def parameter_memory(work: Workload) -> dict[str, int]:
     averages = sum(average_bytes(work, shard) for shard in trained)
     masters = FLOAT32 * stored
     if work.config.optim.offload:
-        moments, masters = 0, masters - sum(2 * s.stored for s in trained if is_halved(work, s))
+        moments, averages = 0, 0
+        masters -= sum(host_master_bytes(work, shard) for shard in trained)
     return {
         "master weights": masters,
         **({"frozen": e * frozen} if frozen else {}),

@@ -1,6 +1,7 @@
 """Bytes that are offloaded to pinned host memory, and the time of their transfers."""
 
 from maxmeg.planning.cost.memory import activations, parameter_memory, unit_activations
+from maxmeg.planning.cost.optimizer import host_master_bytes, is_halved
 from maxmeg.planning.cost.workload import Workload
 from maxmeg.planning.hardware import Cluster
 
@@ -28,9 +29,12 @@ def sent_in_forward(work: Workload) -> int:
 
 def offload_seconds(work: Workload, cluster: Cluster, forward: float, backward: float) -> float:
     """Seconds that transfers add to a step. Transfers of activations overlap with the `forward` and
-    `backward` seconds of compute; the optimizer's loop reads and then writes each layer."""
+    `backward` seconds of compute. A step begins with the copy of float32 masters in 16 bits; the
+    optimizer's loop reads and then writes each layer."""
     if not (parts := host_memory(work)):
         return 0.0
     activation = sent_in_forward(work) / cluster.host_rate
     exposed = max(0.0, activation - forward) + max(0.0, activation - backward)
-    return exposed + 2 * parts.get("optimizer state", 0) / cluster.host_rate
+    copied = [s for s in work.shards if s.trained and not is_halved(work, s)]
+    masters = sum(host_master_bytes(work, s) for s in copied) if work.config.optim.offload else 0
+    return exposed + (masters + 2 * parts.get("optimizer state", 0)) / cluster.host_rate

@@ -11,11 +11,11 @@ from jax.sharding import AbstractMesh, Mesh
 
 from maxmeg.config.schema import Masters, Moments, Optimizer
 from maxmeg.ops.delayed import OPERANDS
-from maxmeg.optim.muon import coefficients, parts
+from maxmeg.optim.muon import coefficients, copied_over, exchanged_over, parts
 from maxmeg.optim.storage import block_size, has_remainder
 from maxmeg.optim.trees import is_matrix, without_matrix
 from maxmeg.parallel.mesh import MESH_AXES, mesh_shape
-from maxmeg.parallel.rules import has_matrices, storage_axes
+from maxmeg.parallel.rules import has_matrices, is_exact, storage_axes
 from maxmeg.planning.cost.loss import FLOAT32
 from maxmeg.planning.cost.workload import ITEMSIZE, Shard, Workload, padded
 
@@ -97,16 +97,36 @@ def is_halved(work: Workload, shard: Shard) -> bool:
     return work.config.optim.masters is Masters.remainders and has_remainder(variable)
 
 
+def host_master_bytes(work: Workload, shard: Shard) -> int:
+    """Bytes of a trained parameter's master that optim.offload moves to the host: of its remainder,
+    or all of it if a step computes with a copy in 16 bits."""
+    if is_halved(work, shard):
+        return 2 * shard.stored
+    is_rounded = work.itemsize != FLOAT32 and not is_exact(shard.parameter.variable)
+    return FLOAT32 * shard.stored if is_rounded else 0
+
+
 def is_orthogonalized(work: Workload, shard: Shard) -> bool:
     """Whether Muon orthogonalizes the parameter."""
     muon, parameter = work.config.optim.optimizer is Optimizer.muon, shard.parameter
     return muon and shard.trained and is_matrix(parameter.path[0], parameter.axes)
 
 
-def whole_matrices(work: Workload, shard: Shard) -> int:
-    """Number of whole matrices of a parameter that a device orthogonalizes, padding included."""
-    rows, columns = shard.parameter.variable.shape[-2:]
-    return math.ceil(shard.stored / (rows * columns))
+def orthogonalized_columns(work: Workload, shard: Shard) -> tuple[tuple[str, ...], int, int]:
+    """(mesh axes over which devices exchange columns of a parameter, columns of the matrices that a
+    device orthogonalizes, number of these matrices with padding). Of matrices whose heads lie on
+    several devices along tensor, a device has the columns of its heads."""
+    variable, cuts = shard.parameter.variable, shard.cuts
+    mesh = dict(zip(MESH_AXES, mesh_shape(work.axes, work.config.parallel.fold), strict=True))
+
+    def count(axes: tuple[str, ...]) -> int:
+        return math.prod(mesh[axis] for axis in axes)
+
+    rows, columns = (variable.shape[dim] // count(cuts[dim]) for dim in (-2, -1))
+    over = exchanged_over(cuts[-1], columns, parts(variable, work.config.optim.muon), count)
+    number, devices = shard.stored // (rows * columns), count(cuts[-2]) * count(over)
+    copies = copied_over(set(itertools.chain(*cuts)), devices, number, count)
+    return over, columns * count(over), math.ceil(number / (devices * count(copies)))
 
 
 def newton_schulz_flops(work: Workload) -> float:
@@ -116,11 +136,12 @@ def newton_schulz_flops(work: Workload) -> float:
     sets, total = coefficients(muon), 0.0
     for shard in work.shards:
         if is_orthogonalized(work, shard):
-            rows, columns = shard.parameter.variable.shape[-2:]
+            rows = shard.parameter.variable.shape[-2]
+            _, columns, number = orthogonalized_columns(work, shard)
             widths = parts(shard.parameter.variable, muon)
             for m, n in (sorted((rows, width)) for width in widths):
                 each = sum(4 * m**2 * n + 2 * m**3 * (c != 0) for _, _, c in sets)
-                total += each * columns // sum(widths) * whole_matrices(work, shard)
+                total += each * columns // sum(widths) * number
     return total
 
 
@@ -130,8 +151,7 @@ def exchanged(work: Workload) -> Iterator[tuple[tuple[str, ...], int]]:
     for shard in work.shards:
         if not is_orthogonalized(work, shard):
             continue
-        cuts = [names for names in shard.cuts[-2:] if names]
-        rows, columns = shard.parameter.variable.shape[-2:]
-        size = whole_matrices(work, shard) * rows * columns
-        for names in cuts:
+        over, columns, number = orthogonalized_columns(work, shard)
+        size = number * shard.parameter.variable.shape[-2] * columns
+        for names in filter(None, (shard.cuts[-2], over)):
             yield names, ITEMSIZE[work.config.optim.muon.dtype] * size
