@@ -117,7 +117,7 @@ def update_alone(config, state) -> Callable:
 
     mesh = local_mesh()
     transformation = make_optimizer(config.optim, mesh)
-    aux = [None] * len(state.model.aux_of({}))
+    aux = [None] * (len(state.model.stack.groups) + 1)  # the layers' state stays
 
     def run(state, gradients):
         gradients, norm = clip(gradients, config.optim.clip_norm)

@@ -22,8 +22,9 @@ class Model(typing.Protocol):
     """The methods that a train step and a pipeline call.
 
     embed: the stack's input, as partial sums over pipe. outputs: the objective's input, computed
-    from the stack's output, for the whole sequence. update: set the state of all layers from the
-    sums of a whole step. token_losses: sum of weights * loss, and the plain cross entropy [B, L].
+    from the stack's output, for the whole sequence. aux_of: auxiliary values of the layers, from
+    the sums of a whole step. update: set the layers' state from them. token_losses: sum of
+    weights * loss, and the plain cross entropy [B, L].
     """
 
     stack: Stack
@@ -36,7 +37,9 @@ class Model(typing.Protocol):
         self, h_BLD: jax.Array, targets_BL: jax.Array, weights_BL: jax.Array, train: TrainConfig
     ) -> tuple[jax.Array, jax.Array]: ...
 
-    def update(self, sums: Sums) -> None: ...
+    def aux_of(self, sums: Sums) -> list: ...
+
+    def update(self, aux: list) -> None: ...
 
 
 def target_masks(model: Model, batch: Batch) -> Sequence[jax.Array]:

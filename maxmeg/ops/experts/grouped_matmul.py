@@ -30,7 +30,6 @@ from maxmeg.ops.experts.aligned_groups import align_groups, aligned_sizes
 from maxmeg.ops.quantized import (
     Quantized,
     Recipe,
-    dequantize_blocks,
     no_gradient,
     power_of_two,
     quantize,
@@ -88,7 +87,7 @@ def multiply(
     """Rows by `in_rows` times matrices [E, K, N] (order "KN") or [E, N, K] ("NK")."""
     rows, (x_codes_TK, exponents), (w_codes, scale) = BACKENDS[backend].rows, x, w
     if recipe.block:
-        left, right = (dequantize_blocks(*each, exact(dtype)) for each in (x, w))
+        left, right = (recipe.wide(each, exact(dtype)) for each in (x, w))
         return rows(left, right, sizes_E, (), order).astype(dtype)
     live_T = jnp.arange(x_codes_TK.shape[0]) < jnp.sum(sizes_E)
     scale_T = jnp.where(live_T, power_of_two(exponents[:, 0]), 0.0)
@@ -120,7 +119,7 @@ def multiply_columns(
     weights = BACKENDS[backend].weights
     if not recipe.block:
         return weights(x[0], y[0], sizes_E, (x[1], y[1])).astype(dtype)
-    left, right = (dequantize_blocks(*each, exact(dtype)) for each in (x, y))
+    left, right = (recipe.wide(each, exact(dtype)) for each in (x, y))
     return weights(left, right, aligned_sizes(sizes_E, recipe.block), ()).astype(dtype)
 
 

@@ -117,7 +117,8 @@ def orthogonalized_columns(work: Workload, shard: Shard) -> tuple[tuple[str, ...
     device orthogonalizes, number of these matrices with padding). Of matrices whose heads lie on
     several devices along tensor, a device has the columns of its heads."""
     variable, cuts = shard.parameter.variable, shard.cuts
-    mesh = dict(zip(MESH_AXES, mesh_shape(work.axes, work.config.parallel.fold), strict=True))
+    sizes = mesh_shape(work.axes, work.config.parallel.fold)
+    mesh: dict[str, int] = dict(zip(MESH_AXES, sizes, strict=True))
 
     def count(axes: tuple[str, ...]) -> int:
         return math.prod(mesh[axis] for axis in axes)
