@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from interpreted_products import interpret, longer_results, replace_products
-
 from maxmeg.kernels import fp8_blockwise as kernel
 from maxmeg.kernels import matmul, mosaic
 from maxmeg.kernels.fp8_blockwise import BLOCK, block_matmul

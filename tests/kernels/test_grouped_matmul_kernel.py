@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from interpreted import COMPLETE, WRITES_PAST_THE_END, interpret
-from ops.grouped_matmul_cases import CASES, NAMES, arrays_of, error, expected, run, tolerance
-
-import maxmeg.ops.backend as choice
 from maxmeg.kernels import grouped_matmul as kernel
 from maxmeg.kernels.grouped_matmul import TUNED_SHAPES, operands_refuse, part_sizes, row_tiles
 from maxmeg.kernels.matmul import ATOM_ROWS
+from ops.grouped_matmul_cases import CASES, NAMES, arrays_of, error, expected, run, tolerance
+
+import maxmeg.ops.backend as choice
 from maxmeg.ops.backend import Device
 
 pytestmark = pytest.mark.slow

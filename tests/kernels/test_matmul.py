@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from interpreted import WRITES_PAST_THE_END, interpret
-
 from maxmeg.kernels import matmul as kernel
 from maxmeg.kernels.matmul import Tiling, item_count, tile_place
 
