@@ -46,7 +46,7 @@ def plain(name):
 def blocks(name):
     kind, *sizes = name.split("-")
     M, N, K = map(int, sizes)
-    codes = [array(1, size, K, dtype=FP8) for size in (M, N)]
+    codes = [array(1, size, K, dtype="float8_e4m3fn") for size in (M, N)]
     counts = M, N if kind == "rows" else N // 128
     scales = [array(1, count, K // 128, dtype=jnp.float32) for count in counts]
     return lambda *arrays: fp8_blockwise.block_matmul(*arrays), (*codes, *scales)

@@ -396,6 +396,16 @@ ENCODERS = {  # as in test_families.PUBLISHED
     "bert-base, pairs": (BERT_PAIRS, 110_106_428, "bert.pair_head=true; norm_eps=1e-12"),
     "minilm": (MINILM, 22_713_216, "bert.pooler=true; bert.transform=none; num_layers=6"),
     "megatron bert": (MEGATRON_BERT, 334_723_458, "norm_place=pre; bert.embedding_norm=false"),
+    "megatron bert, its layers": (
+        {**MEGATRON_BERT, "architectures": ["MegatronBertModel"]},
+        334_723_458 - 29056 - 1024 * 1027 - 2 * 1025,
+        "norm_place=pre; bert.transform=none; bert.output_bias=false; bert.pooler=true",
+    ),
+    "roberta, its layers": (
+        {**ROBERTA, "architectures": ["RobertaModel"]},
+        124_645_632,
+        "bert.position_offset=2; bert.transform=none; bert.pooler=true",
+    ),
     "roberta-base": (ROBERTA, 124_697_433, "bert.position_offset=2; max_position=514"),
     "modernbert-base": (
         MODERN_BERT,

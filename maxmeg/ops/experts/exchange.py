@@ -93,7 +93,7 @@ class Blocks:
             return collect(experts(spread(x_TD, order), None, weights_R), order)
         route = Route(order, Partial(self._send), Partial(self._send_back), experts.dispatch)
         x_RD = route.dispatch(x_TD, self.nodes).values_RD
-        weights_R = kept(self._send(weights_R), "dispatched_weights", self.nodes)
+        weights_R = kept_weights(self._send(weights_R), self.nodes)
         return route.combine(experts(x_RD, None, weights_R))
 
     def _order(self, number, plan: Places) -> Order:
@@ -117,10 +117,10 @@ class Blocks:
         return sent.reshape(rows.shape)
 
 
-def kept(rows: jax.Array, name: str, nodes: int) -> jax.Array:
-    """Received rows, stored for backward by name; not inside a node, where sending them again is
-    cheap: the rows that crossed nodes are stored."""
-    return collectives.stored(rows, name) if nodes == 1 else rows
+def kept_weights(weights_R: jax.Array, nodes: int) -> jax.Array:
+    """Received weights, stored for backward; not inside a node, where sending them again is cheap:
+    the rows that crossed nodes are stored."""
+    return collectives.stored(weights_R, "dispatched_weights") if nodes == 1 else weights_R
 
 
 class Route(NamedTuple):
@@ -136,7 +136,9 @@ class Route(NamedTuple):
     recipe: Recipe | None
 
     def dispatch(self, x_TD: Float[Array, "T D"], nodes: int = 1) -> Rows:
-        keep = functools.partial(kept, name="dispatched_tokens", nodes=nodes)
+        def keep(rows: jax.Array) -> jax.Array:
+            return collectives.stored(rows, "dispatched_tokens") if nodes == 1 else rows
+
         if self.recipe is None:
             return Rows(keep(self.send(spread(x_TD, self.order))))
         return packed.dispatch(x_TD, *self[:3], self.recipe, keep)
@@ -197,7 +199,7 @@ class Exchange:
         # Rows without a copy get the label 0, also rows that do not arrive.
         labels = (weights_TK, (plan.local_TK + 1).astype(weights_TK.dtype))
         labels_R2 = jnp.stack([rows_of_copies(label, order) for label in labels], axis=1)
-        labels_R2 = kept(send(labels_R2), "dispatched_weights", self.nodes)
+        labels_R2 = kept_weights(send(labels_R2), self.nodes)
         local_R1 = labels_R2[:, 1:].astype(jnp.int32) - 1
         local_order = sort_by_expert(local_R1, experts.up.shape[-3])
         weights_R = rows_of_copies(labels_R2[:, :1], local_order)
