@@ -71,7 +71,7 @@ def test_shape_compiles_without_spills(compiled, name: str):
     _, kernels = compiled[name]
     expected = ["matmul_kernel"] if name in ORDERS else ["grouped_rows_kernel"] * 2
     expected = ["block_matmul_kernel"] if name in BLOCKS else expected
-    if name in GROUPED:
+    if name in (*GROUPED, *FP8):
         expected.append("grouped_weights_kernel")
     assert sorted(kernel.name for kernel in kernels) == expected
     for kernel in kernels:
