@@ -168,7 +168,7 @@ def on_one_device() -> dict:
 
 def updates_of_weights(parallel: dict, per_head: bool) -> dict:
     """Muon's updates with the weights in place of gradients, which are the same on every mesh."""
-    config = tiny(MODEL, **parallel)
+    config = tiny(MODEL, {"micro_batch_size": int("pipe" in parallel)}, **parallel)
     config.optim = OptimConfig(Optimizer.muon, muon=MuonConfig(per_head=per_head, **EXACT))
     mesh = mesh_of(config)
     optimizer, _, state = tiny_state(config, mesh)
