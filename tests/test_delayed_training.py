@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import short_runs
 from layouts import controls, in_model_order, mesh_of, tiny, tiny_batch, tiny_state
-from test_float16 import metrics, small
 from test_fp8_training import MODELS as EARLIER
 
 from maxmeg.config.mixers import ExpertBackend
@@ -182,14 +181,3 @@ def test_a_resumed_run_has_the_same_bits(tmp_path):
         assert kept == ([] if name == "none" else names)
     run(tmp_path / "none", 6)  # its checkpoint has no history
     assert np.isfinite([row["loss"] for row in short_runs.curve(tmp_path / "none")]).all()
-
-
-@pytest.mark.slow
-def test_losses_are_those_of_bfloat16(tmp_path):
-    def last_loss(fp8: QuantizationConfig) -> float:
-        config = small(tmp_path / fp8.recipe.name, DType.bfloat16, 300, quantization=fp8)
-        main(config)
-        return float(np.mean([row["loss"] for row in metrics(config)[-20:]]))
-
-    found = last_loss(QuantizationConfig(QuantizationRecipe.delayed))
-    assert found == pytest.approx(last_loss(QuantizationConfig()), rel=SAME_LOSS)

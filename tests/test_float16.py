@@ -11,6 +11,7 @@ import pytest
 from layouts import controls, mesh_of, tiny, tiny_abstract, tiny_batch, tiny_state
 
 from maxmeg.config.model import DType
+from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.schema import Config, LogConfig, TrainConfig
 from maxmeg.config.setting import with_fields
 from maxmeg.configs import gpt
@@ -91,6 +92,14 @@ def small(run_dir: Path, dtype: DType, steps: int, **train) -> Config:
 def metrics(config: Config) -> list[dict]:
     path = Path(config.run_dir) / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def last_loss(run_dir: Path, parallel: ParallelConfig | None = None, **train) -> float:
+    """The mean loss of the last 20 of 300 steps in bfloat16."""
+    config = small(run_dir, DType.bfloat16, 300, **train)
+    config.parallel = parallel or config.parallel
+    main(config)
+    return float(np.mean([row["loss"] for row in metrics(config)[-20:]]))
 
 
 @pytest.mark.slow

@@ -16,10 +16,9 @@ from layouts import (
     tiny_batch,
     tiny_state,
 )
-from test_float16 import metrics, small
+from test_float16 import last_loss
 from test_fp8_training import MODELS
 
-from maxmeg.config.model import DType
 from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.quantization import QuantizationConfig, QuantizationRecipe
 from maxmeg.ops import recipes
@@ -131,12 +130,8 @@ def test_a_resumed_run_has_the_same_bits(tmp_path):
 
 @pytest.mark.slow
 def test_losses_are_not_above_those_of_bfloat16(tmp_path):
-    def last_loss(name: str) -> float:
-        config = small(tmp_path / name, DType.bfloat16, 300, quantization=quantized(name))
-        config.parallel = ParallelConfig(data=4, fsdp=2, zero1=False)  # shards are whole blocks
-        main(config)
-        return float(np.mean([row["loss"] for row in metrics(config)[-20:]]))
-
-    wanted = last_loss("none")
+    parallel = ParallelConfig(data=4, fsdp=2, zero1=False)  # shards are whole blocks
+    wanted = last_loss(tmp_path / "none", parallel)
     for name in NAMES:
-        assert last_loss(name) < (1 + LOSS) * wanted, name
+        found = last_loss(tmp_path / name, parallel, quantization=quantized(name))
+        assert found < (1 + LOSS) * wanted, name

@@ -16,10 +16,9 @@ from layouts import (
     tiny_state,
 )
 from tables import thinned
-from test_float16 import metrics, small
+from test_float16 import last_loss
 
 from maxmeg.config.mixers import ExpertBackend, TensorOverlap
-from maxmeg.config.model import DType
 from maxmeg.config.quantization import Fp8Format, QuantizationConfig, QuantizationRecipe
 from maxmeg.config.schema import LoraConfig
 from maxmeg.config.validate import validate
@@ -205,10 +204,7 @@ def test_a_resumed_run_has_the_same_bits(tmp_path):
 
 @pytest.mark.slow
 def test_losses_are_those_of_bfloat16(tmp_path):
-    def last_loss(fp8: QuantizationConfig) -> float:
-        config = small(tmp_path / fp8.recipe.name, DType.bfloat16, 300, quantization=fp8)
-        main(config)
-        return float(np.mean([row["loss"] for row in metrics(config)[-20:]]))
-
-    found = last_loss(TENSORWISE)
-    assert found == pytest.approx(last_loss(QuantizationConfig()), rel=SAME_LOSS)
+    wanted = last_loss(tmp_path / "none")
+    for recipe in (QuantizationRecipe.tensorwise, QuantizationRecipe.delayed):
+        found = last_loss(tmp_path / recipe.name, quantization=QuantizationConfig(recipe))
+        assert found == pytest.approx(wanted, rel=SAME_LOSS), recipe
