@@ -149,7 +149,7 @@ def test_four_hundred_requests_leave_nothing_behind(run):
 
 def test_curl(server):
     if shutil.which("curl") is None:
-        pytest.skip("curl is not installed")
+        pytest.skip("needs curl: apt-get install curl")
     body = json.dumps({"messages": CHAT, "max_tokens": 4, "stream": True})
     command = ["curl", "-sN", f"{server.url}/v1/chat/completions", "-d", body]
     command += ["-H", "Content-Type: application/json"]
