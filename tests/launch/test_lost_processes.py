@@ -156,7 +156,7 @@ class Hosts:
 def hosts():
     commands = ("ip", "hostname", "unshare", "nsenter")
     if missing := [name for name in commands if shutil.which(name) is None]:
-        pytest.skip(f"not found: {', '.join(missing)} (of iproute2, hostname and util-linux)")
+        pytest.skip(f"needs {', '.join(missing)}: apt-get install iproute2 hostname util-linux")
     hosts = Hosts()
     try:
         try:
