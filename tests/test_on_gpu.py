@@ -19,7 +19,7 @@ from gpu_parts.timing import Model, sizes
 
 from maxmeg.checkpoint.manager import Checkpointer
 from maxmeg.checkpoint.resume import restore
-from maxmeg.ops import chunk_scan
+from maxmeg.ops import block_matmul, chunk_scan
 from maxmeg.ops.attention import call as attention
 from maxmeg.ops.cross_entropy import call as cross_entropy
 from maxmeg.ops.decode_attention import call as decode_attention
@@ -36,6 +36,7 @@ BACKENDS = {
     "attention": tuple(attention.BACKENDS),
     "loss": tuple(cross_entropy.BACKENDS),
     "grouped": tuple(grouped_matmul.BACKENDS),
+    "block-matmul": tuple(block_matmul.BACKENDS),
     "decode": tuple(decode_attention.BACKENDS),
     "norm": ("xla",),
     "scan": tuple(chunk_scan.BACKENDS),

@@ -59,7 +59,8 @@ def errors(name: str, monkeypatch) -> tuple[dict[str, float], bool]:
         return {}, True
     wanted = expected(case, arrays)
     shares = {
-        part: error(actual[part], wanted[part]) / tolerance(case, "bfloat16") for part in NAMES
+        part: error(actual[part], wanted[part]) / tolerance(case, part, "bfloat16")
+        for part in NAMES
     }
     return shares, False
 

@@ -146,7 +146,7 @@ def run(case: Case, arrays: list, sizes, backend: str, jit=jax.jit) -> dict[str,
     return {name: np.asarray(array) for name, array in zip(NAMES, actual, strict=True)}
 
 
-def tolerance(case: Case, dtype: str) -> float:
+def tolerance(case: Case, key: str, dtype: str) -> float:
     return TOLERANCE[dtype] if case.recipe == "none" else FP8_TOLERANCE
 
 

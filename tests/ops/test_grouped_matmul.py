@@ -54,7 +54,7 @@ def test_product_and_gradients_equal_the_reference(backend: str, dtype: str, nam
     actual, wanted = run(case, arrays, sizes, backend, jax.jit), expected(case, arrays)
     for part in NAMES:
         assert actual[part].dtype == dtype
-        assert error(actual[part], wanted[part]) < tolerance(case, dtype), part
+        assert error(actual[part], wanted[part]) < tolerance(case, part, dtype), part
     live = sum(case.sizes)
     assert not actual["y"][live:].any() and not actual["dx"][live:].any()
     assert not actual["dw"][np.asarray(case.sizes) == 0].any()
