@@ -79,9 +79,7 @@ def test_every_mesh_gives_the_same(model, parallel, micro):
     np.testing.assert_allclose(found[1], wanted[1], rtol=NORM)
     assert found[2].keys() == wanted[2].keys()
     for name, history in wanted[2].items():
-        # The maxima of rounds of batched experts are added up: they depend on the mesh.
-        rows = [WEIGHT] if model == "batched" and "experts" in name else [INPUT, WEIGHT, GRADIENT]
-        history, other = history[:, rows], found[2][name][:, rows]
+        other = found[2][name]
         np.testing.assert_array_equal(other[..., 0], history[..., 0], err_msg=name)
         rounding = AMPLIFIED if model == "hybrid" else NORM
         np.testing.assert_allclose(other, history, rtol=rounding, err_msg=name)
@@ -106,13 +104,15 @@ def test_layers_in_16_bits_have_no_history():
 
 
 @pytest.mark.slow
-def test_experts_in_groups_have_histories_of_weights_alone():
-    _, _, histories = alone("experts")
-    grouped = [history for name, history in histories.items() if "experts" in name]
-    assert len(grouped) == 3
-    for history in grouped:
-        assert (history[:, WEIGHT, 1:] > 0).all()
-        assert (history[:, (INPUT, GRADIENT)] == 0).all()
+def test_experts_in_groups_and_in_blocks_have_the_same_histories():
+    """One for all experts of a projection in a layer, of inputs, weights and gradients."""
+    grouped, batched = (alone(name)[2] for name in ("experts", "batched"))
+    names = [name for name in grouped if "experts" in name]
+    assert len(names) == 3
+    for name in names:
+        assert grouped[name].shape == (2, 3, 1 + LENGTH)
+        assert (grouped[name][:, :, 1:] > 0).all()
+        np.testing.assert_allclose(grouped[name], batched[name], rtol=ROUNDED)
 
 
 def test_a_skipped_step_keeps_the_history():

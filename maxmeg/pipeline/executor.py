@@ -24,10 +24,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from maxmeg.layers.auxiliary import choose, combine, start_values
+from maxmeg.layers.auxiliary import choose, start_values
 from maxmeg.ops.broadcast import never
 from maxmeg.parallel import collectives
 from maxmeg.parallel.collectives import PIPE_AXIS
+from maxmeg.parallel.maxima import combine
 from maxmeg.parallel.trainable import joined
 from maxmeg.pipeline.gradients import GroupGradients, Sums
 from maxmeg.pipeline.layout import Layout

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from maxmeg.ops.delayed import GRADIENT, INPUT, matmul, rolled, saturated, scales_of
+from maxmeg.ops.delayed import GRADIENT, INPUT, PLAIN, matmul, rolled, saturated, scales_of
 from maxmeg.ops.quantized import AmaxHistory, Recipe, quantize
 from maxmeg.ops.quantized import matmul as matmul_of_current_scales
 
@@ -95,7 +95,7 @@ def test_with_scales_that_fit_products_are_those_of_current_scaling(dtype):
     codes = quantize(w, E4M3)
 
     def run(x, w, scales, largest):
-        return matmul(x, w, codes, scales, largest, recipe)
+        return matmul(x, w, codes, scales, largest, PLAIN, recipe)
 
     def current(x, w):
         return matmul_of_current_scales(x, w, codes, codes, recipe)

@@ -35,6 +35,7 @@ from maxmeg.ops.experts.dispatch import (
 from maxmeg.ops.experts.packed import Rows, Send
 from maxmeg.ops.quantized import Recipe
 from maxmeg.parallel import collectives
+from maxmeg.parallel.maxima import combine, used_twice
 from maxmeg.parallel.mesh import MESH_AXES
 from maxmeg.parallel.trainable import fixed, joined, trained
 
@@ -292,9 +293,10 @@ def run_rounds(
 
     experts(x_RD, sizes_E, weights_R, codes) computes this device's experts.
     """
-    y_TD = exchange.run(0, experts, x_TD, weights_TK, plan)
     if exchange.one_suffices:
-        return y_TD
+        return exchange.run(0, experts, x_TD, weights_TK, plan)
+    first, experts = used_twice(experts)
+    y_TD = exchange.run(0, first, x_TD, weights_TK, plan)
     rounds = exchange.count_rounds(plan)
     return y_TD + further_rounds(exchange, 1, experts, x_TD, weights_TK, plan, rounds)
 
@@ -321,7 +323,7 @@ def _further_rounds_backward(exchange, first, operands, slope_TD):
             return exchange.run(number, joined(experts, others), *rest, plan)
 
         _, pull = jax.vjp(run, *variables)
-        return number + 1, jax.tree.map(jnp.add, total, pull(slope_TD))
+        return number + 1, combine(total, pull(slope_TD))
 
     zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), variables)
     start = (jnp.int32(first), zeros)
