@@ -43,7 +43,11 @@ LAYOUTS = [
             ("dense", {"tensor": 4}, 0),
             ("tokens ahead", {"pipe": 2, "data": 2, "tensor": 2}, 2),
             ("batched", {"data": 2, "fsdp": 2, "expert": 2}, 2),
+            ("batched", {"expert": 4, "expert_buffer": 1.0}, 0),  # in several rounds
             ("experts", {"pipe": 2, "expert": 2}, 2),
+            ("experts", {"pipe": 2, "context": 2, "tensor": 2}, 2),
+            ("experts", {"data": 2, "fsdp": 2, "expert": 2}, 2),
+            ("experts", {"expert": 4, "expert_nodes": 2, "expert_buffer": 1.0}, 0),
             ("latent", {"pipe": 2, "fsdp": 2, "tensor": 2}, 1),
             ("hybrid", {"fsdp": 2, "context": 2, "tensor": 2}, 0),
         )
@@ -104,15 +108,18 @@ def test_layers_in_16_bits_have_no_history():
 
 
 @pytest.mark.slow
-def test_experts_in_groups_and_in_blocks_have_the_same_histories():
-    """One for all experts of a projection in a layer, of inputs, weights and gradients."""
-    grouped, batched = (alone(name)[2] for name in ("experts", "batched"))
-    names = [name for name in grouped if "experts" in name]
-    assert len(names) == 3
-    for name in names:
-        assert grouped[name].shape == (2, 3, 1 + LENGTH)
-        assert (grouped[name][:, :, 1:] > 0).all()
-        np.testing.assert_allclose(grouped[name], batched[name], rtol=ROUNDED)
+@pytest.mark.parametrize("model", ["experts", "batched"])
+def test_all_experts_of_a_layer_share_the_history_of_a_projection(model: str):
+    experts = {
+        name.rpartition(".")[2]: history
+        for name, history in alone(model)[2].items()
+        if "experts" in name
+    }
+    assert experts.keys() == {"up", "gate", "out"}
+    for history in experts.values():
+        assert history.shape == (2, 3, 1 + LENGTH)
+        assert (history[:, :, 1:] > 0).all()
+    np.testing.assert_array_equal(experts["up"][:, INPUT], experts["gate"][:, INPUT])
 
 
 def test_a_skipped_step_keeps_the_history():

@@ -12,6 +12,8 @@ forward and input gradient along rows, the gradient of w along the tokens of a g
   not needed. Backends multiply codes. Hopper's tensor cores accumulate them with fewer bits than
   float32 (DeepSeek-V3, section 3.3.2), which beside roundings to 2^-4 does not show in sums over
   features; sums over tokens are added up in float32 every 128 tokens.
+- Delayed scaling (ops/delayed.py): x and gradients also have one scale for all experts, with which
+  they are rounded once, for both of their products.
 - Scales of blocks (blockwise, mxfp8): for the gradient of w every group is padded with zeros to
   whole blocks, so that no block has rows of two groups. No backend multiplies these codes: they are
   dequantized, and products are of 16 bits.
