@@ -21,6 +21,7 @@ from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float, Int
 
 from maxmeg.ops.backend import target_device
+from maxmeg.ops.broadcast import never
 from maxmeg.ops.experts import packed
 from maxmeg.ops.experts.dispatch import (
     Order,
@@ -298,21 +299,22 @@ def run_rounds(
     first, experts = used_twice(experts)
     y_TD = exchange.run(0, first, x_TD, weights_TK, plan)
     rounds = exchange.count_rounds(plan)
-    return y_TD + further_rounds(exchange, 1, experts, x_TD, weights_TK, plan, rounds)
+    return further_rounds(exchange, 1, y_TD, experts, x_TD, weights_TK, plan, rounds)
 
 
-def _further_rounds(exchange, first: int, experts, x_TD, weights_TK, plan, rounds):
-    """Output of the rounds from number `first`."""
+def _further_rounds(exchange, first: int, y_TD, experts, x_TD, weights_TK, plan, rounds):
+    """y_TD, the output of the rounds before number `first`, and that of the others."""
 
     def body(state):
         number, total_TD = state
         return number + 1, total_TD + exchange.run(number, experts, x_TD, weights_TK, plan)
 
     start = (jnp.int32(first), jnp.zeros_like(x_TD))
-    return lax.while_loop(lambda state: state[0] < rounds, body, start)[1]
+    return y_TD + lax.while_loop(lambda state: state[0] < rounds, body, start)[1]
 
 
 def _further_rounds_backward(exchange, first, operands, slope_TD):
+    """Backward of the earlier rounds waits for the loop, in which its arrays would take memory."""
     experts, x_TD, weights_TK, plan, rounds = operands
     variables, others = (trained(experts), x_TD, weights_TK), fixed(experts)
 
@@ -329,12 +331,16 @@ def _further_rounds_backward(exchange, first, operands, slope_TD):
     start = (jnp.int32(first), zeros)
     total = lax.while_loop(lambda state: state[0] < rounds, body, start)[1]
     gradients = jax.tree.map(lambda sum, a: sum.astype(a.dtype), total, variables)
-    return (*gradients, None, None)
+    slope_TD += never(gradients[1]).astype(slope_TD.dtype)
+    return slope_TD, *gradients, None, None
 
 
 further_rounds: Any = jax.custom_vjp(_further_rounds, nondiff_argnums=(0, 1))
 further_rounds.defvjp(
-    lambda exchange, first, *operands: (_further_rounds(exchange, first, *operands), operands),
+    lambda exchange, first, y_TD, *operands: (
+        _further_rounds(exchange, first, y_TD, *operands),
+        operands,
+    ),
     _further_rounds_backward,
 )
 

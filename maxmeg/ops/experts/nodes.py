@@ -59,8 +59,8 @@ def exchange_by_node(
     left_TK = kept_TK & (place_TK >= nodes.rows)
     plan = plan_of(nodes.direct, routing.experts_TK, left_TK, local_experts)
     rounds = nodes.direct.count_rounds(plan)
-    weights_TK = routing.weights_TK
-    return y_TD + further_rounds(nodes.direct, 0, experts, x_TD, weights_TK, plan, rounds)
+    operands = experts, x_TD, routing.weights_TK, plan, rounds
+    return further_rounds(nodes.direct, 0, y_TD, *operands)
 
 
 def places_at_nodes(node_TK: Int[Array, "T K"], nodes: int) -> Int[Array, "T nodes"]:
