@@ -41,6 +41,8 @@ LAYOUTS = [
             ("dense", {"pipe": 2, "fsdp": 2, "schedule": Schedule.zero_bubble}, 1),
             ("ends", {"pipe": 2, "data": 2, "tensor": 2}, 2),
             ("dense", {"tensor": 4}, 0),
+            ("shared heads", {"tensor": 4}, 0),
+            ("shared heads", {"pipe": 2, "tensor": 4, "schedule": Schedule.zero_bubble}, 1),
             ("tokens ahead", {"pipe": 2, "data": 2, "tensor": 2}, 2),
             ("batched", {"data": 2, "fsdp": 2, "expert": 2}, 2),
             ("batched", {"expert": 4, "expert_buffer": 1.0}, 0),  # in several rounds
