@@ -4,8 +4,7 @@ Ticks with the same lanes form a run, and each run is one `lax.scan`: 1F1B is th
 program on every device. Where stages hold different layers, each is behind a `lax.cond`. Nothing
 differentiates through the schedule: each lane calls `jax.vjp` on one layer, and residuals lie in a
 ring buffer whose slots the table assigns, so that memory does not grow with the number of
-microbatches. A layer writes its residuals into the ring buffer and adds its weight gradients to the
-sums.
+microbatches. A layer writes its residuals there and adds its weight gradients to the sums.
 
 Under fsdp a layer's parameters are gathered before it runs. Weights that ZeRO-1 cuts are gathered
 in the first tick (pipeline/weights.py); gradients are reduced beside the backward lane
