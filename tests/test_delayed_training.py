@@ -41,9 +41,15 @@ LAYOUTS = [
             ("dense", {"pipe": 2, "fsdp": 2, "schedule": Schedule.zero_bubble}, 1),
             ("ends", {"pipe": 2, "data": 2, "tensor": 2}, 2),
             ("dense", {"tensor": 4}, 0),
+            ("shared heads", {"tensor": 4}, 0),
+            ("shared heads", {"pipe": 2, "tensor": 4, "schedule": Schedule.zero_bubble}, 1),
             ("tokens ahead", {"pipe": 2, "data": 2, "tensor": 2}, 2),
             ("batched", {"data": 2, "fsdp": 2, "expert": 2}, 2),
+            ("batched", {"expert": 4, "expert_buffer": 1.0}, 0),  # in several rounds
             ("experts", {"pipe": 2, "expert": 2}, 2),
+            ("experts", {"pipe": 2, "context": 2, "tensor": 2}, 2),
+            ("experts", {"data": 2, "fsdp": 2, "expert": 2}, 2),
+            ("experts", {"expert": 4, "expert_nodes": 2, "expert_buffer": 1.0}, 0),
             ("latent", {"pipe": 2, "fsdp": 2, "tensor": 2}, 1),
             ("hybrid", {"fsdp": 2, "context": 2, "tensor": 2}, 0),
         )
@@ -79,9 +85,7 @@ def test_every_mesh_gives_the_same(model, parallel, micro):
     np.testing.assert_allclose(found[1], wanted[1], rtol=NORM)
     assert found[2].keys() == wanted[2].keys()
     for name, history in wanted[2].items():
-        # The maxima of rounds of batched experts are added up: they depend on the mesh.
-        rows = [WEIGHT] if model == "batched" and "experts" in name else [INPUT, WEIGHT, GRADIENT]
-        history, other = history[:, rows], found[2][name][:, rows]
+        other = found[2][name]
         np.testing.assert_array_equal(other[..., 0], history[..., 0], err_msg=name)
         rounding = AMPLIFIED if model == "hybrid" else NORM
         np.testing.assert_allclose(other, history, rtol=rounding, err_msg=name)
@@ -106,13 +110,18 @@ def test_layers_in_16_bits_have_no_history():
 
 
 @pytest.mark.slow
-def test_experts_in_groups_have_histories_of_weights_alone():
-    _, _, histories = alone("experts")
-    grouped = [history for name, history in histories.items() if "experts" in name]
-    assert len(grouped) == 3
-    for history in grouped:
-        assert (history[:, WEIGHT, 1:] > 0).all()
-        assert (history[:, (INPUT, GRADIENT)] == 0).all()
+@pytest.mark.parametrize("model", ["experts", "batched"])
+def test_all_experts_of_a_layer_share_the_history_of_a_projection(model: str):
+    experts = {
+        name.rpartition(".")[2]: history
+        for name, history in alone(model)[2].items()
+        if "experts" in name
+    }
+    assert experts.keys() == {"up", "gate", "out"}
+    for history in experts.values():
+        assert history.shape == (2, 3, 1 + LENGTH)
+        assert (history[:, :, 1:] > 0).all()
+    np.testing.assert_array_equal(experts["up"][:, INPUT], experts["gate"][:, INPUT])
 
 
 def test_a_skipped_step_keeps_the_history():

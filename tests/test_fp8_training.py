@@ -51,6 +51,7 @@ MODELS = {
 }
 ENDS = {"num_layers": 6, "first_layers_bf16": 1, "last_layers_bf16": 2}
 MODELS["ends"] = MODELS["dense"] | ENDS
+MODELS["shared heads"] = MODELS["dense"] | {"attention.num_kv_heads": 2}
 WIDE = {"hidden_size": 128, "mlp.ffn_size": 256}  # a device's parts of matrices are multiples of 32
 MODELS |= {
     "wide": MODELS["dense"] | WIDE,
@@ -70,6 +71,7 @@ LAYOUTS = [
         for case in (
             (TENSORWISE, "ends", {"pipe": 2, "data": 2}, 1),
             (TENSORWISE, "dense", {"pipe": 2, "data": 2, "tensor": 2}, 1),
+            (TENSORWISE, "shared heads", {"pipe": 2, "tensor": 4}, 1),
             (TENSORWISE, "experts", {"data": 2, "fsdp": 2, "expert": 2}, 2),
             (TENSORWISE, "latent", {"pipe": 2, "fsdp": 2, "tensor": 2}, 1),
             (TENSORWISE, "hybrid", {"fsdp": 2, "context": 2, "tensor": 2}, 0),

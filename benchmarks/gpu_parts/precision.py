@@ -61,7 +61,7 @@ def quantized_product(recipe, w_IO) -> Callable:
     if recipe.history is not None:
         scales = jnp.full(3, 2.0**-6)  # normal numbers fit
         codes = delayed.saturated(w_IO, scales[delayed.WEIGHT], recipe.forward), scales[0]
-        return lambda x, w: delayed.matmul(x, w, codes, scales, jnp.zeros(3), recipe)
+        return lambda x, w: delayed.matmul(x, w, codes, scales, jnp.zeros(3), delayed.PLAIN, recipe)
     copies = recipe.weights(w_IO, jnp.max(jnp.abs(w_IO)))
     key = jax.random.key_data(jax.random.key(0)) if recipe.draws else None
     return lambda x, w: matmul(x, w, copies[0], copies[-1], recipe, key)

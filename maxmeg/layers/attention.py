@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from maxmeg.layers.auxiliary import Max
 from maxmeg.layers.cache import CacheSize, cached_attention, empty_pages
 from maxmeg.layers.context import Context, RotaryKind
 from maxmeg.layers.linear import Linear, project
@@ -23,6 +22,7 @@ from maxmeg.ops.attention.spec import AttentionDropout, Operands, ScoreSpec
 from maxmeg.ops.random import split
 from maxmeg.ops.rope import RotarySpec, rotate
 from maxmeg.parallel.collectives import axis_size, first_index, stored
+from maxmeg.parallel.maxima import Max
 from maxmeg.parallel.mesh import TENSOR_AXES
 from maxmeg.parallel.rules import set_kv_heads
 

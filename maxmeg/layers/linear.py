@@ -11,8 +11,15 @@ from jaxtyping import Array, Float
 from maxmeg.layers.context import Context
 from maxmeg.ops.broadcast import broadcast
 from maxmeg.ops.random import normal
-from maxmeg.parallel.collectives import counted_once, scatter_sequence, unshard_parameter
+from maxmeg.parallel.collectives import (
+    axis_size,
+    counted_once,
+    of_shared_head,
+    scatter_sequence,
+    unshard_parameter,
+)
 from maxmeg.parallel.fused import fused_widths, split_columns
+from maxmeg.parallel.mesh import TENSOR_AXES
 from maxmeg.parallel.rings import gather_matmul, matmul_scatter, multiply
 
 
@@ -44,7 +51,8 @@ class Linear(nnx.Module):
     def __call__(
         self, x: Float[Array, "B L I"], ctx: Context | None = None
     ) -> Float[Array, "B L O"]:
-        return self._completed(self.product(x), x, ctx).reshape(*x.shape[:-1], -1)
+        y_TO = self._completed(self.product(x), x, ctx, bool(self.codes))
+        return y_TO.reshape(*x.shape[:-1], -1)
 
     def product(self, x: Float[Array, "B L I"]) -> Float[Array, "T O"]:
         """x times the weight, all tokens as one matrix: for [1, L, O] with a bias XLA would also
@@ -65,8 +73,13 @@ class Linear(nnx.Module):
             y_BlO = scatter_sequence(multiply(x, weight), sharded=False)
         return y_BlO if self.bias is None else y_BlO + broadcast(self.bias[...], y_BlO.shape)
 
-    def _completed(self, y_TO: jax.Array, x: jax.Array, ctx: Context | None) -> jax.Array:
-        """The output [tokens, O], from the product with the weight."""
+    def _completed(
+        self, y_TO: jax.Array, x: jax.Array, ctx: Context | None, is_quantized: bool
+    ) -> jax.Array:
+        """The output [tokens, O], from the product with the weight or its codes."""
+        num_heads = self.weight.get_metadata().get("num_kv_heads", 0)
+        if is_quantized and 0 < num_heads < axis_size(TENSOR_AXES):
+            y_TO = of_shared_head(y_TO, num_heads)
         if self.bias is not None:
             bias = self.bias[...]
             bias = counted_once(bias) if self.row_parallel else bias
@@ -100,5 +113,8 @@ def project(
     else:
         products = [linear.product(x) for linear in fused]
     parts = products if widths is None else split_columns(products[0], widths)
-    outputs = [linear._completed(y, x, ctx) for linear, y in zip(linears, parts, strict=True)]
+    outputs = [
+        linear._completed(y, x, ctx, bool(fused[0].codes))
+        for linear, y in zip(linears, parts, strict=True)
+    ]
     return [y_TO.reshape(*shape, -1) for y_TO in outputs]

@@ -232,7 +232,7 @@ class Experts(nnx.Module):
         else:
             how: dict = {"backend": self.backend(), "x_codes": x_codes}
             if codes is not None:
-                how |= {"codes": codes.of_groups(), "recipe": codes.recipe}
+                how |= codes.of_groups()
             y_RO = grouped_matmul(x_RI, w_EIO, sizes_E, **how)
         return y_RO if bias is None else y_RO + rows_of_experts(bias[...], sizes_E, len(x_RI))
 

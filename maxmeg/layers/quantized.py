@@ -11,12 +11,12 @@ Two 4-bit codes are in a byte.
 """
 
 import math
+import typing
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxmeg.layers.auxiliary import Max
 from maxmeg.ops import delayed
 from maxmeg.ops.backend import target_device
 from maxmeg.ops.quantized import Quantized, Recipe, Shares, check_device, matmul, trailing
@@ -29,6 +29,7 @@ from maxmeg.parallel.collectives import (
     max_over,
     unshard_parameter,
 )
+from maxmeg.parallel.maxima import Max
 from maxmeg.parallel.mesh import MESH_AXES
 from maxmeg.parallel.rules import Cut, Reduction, mesh_axes
 
@@ -72,18 +73,20 @@ class Codes(nnx.Module):
         copies, w = self.whole(), unshard_parameter(weight)
         if self.past is not None:
             scales, largest = self.past
-            return delayed.matmul(x, w, copies[0], scales[...], largest.value, self.recipe)
+            past = scales[...], largest.value
+            return delayed.matmul(x, w, copies[0], *past, delayed.PLAIN, self.recipe)
         key = None if self.keys is None else self.keys[...]
         return matmul(x, w, copies[0], copies[-1], self.recipe, key)
 
-    def of_groups(self) -> list[Quantized]:
-        """The copies, for `grouped_matmul`. ValueError if it cannot multiply them."""
+    def of_groups(self) -> dict[str, typing.Any]:
+        """Arguments of `grouped_matmul`. ValueError if it cannot multiply these copies."""
         if not self.recipe.grouped:
             raise ValueError(
                 "train.quantization.recipe=nvfp4, mxfp4 and qat_... need equally many rows for "
                 "each expert: set model.moe.backend=batched, or an 8-bit recipe"
             )
-        return self.whole()
+        past = None if self.past is None else (self.past[0][...], self.past[1].value)
+        return {"codes": self.whole(), "recipe": self.recipe, "past": past}
 
     def whole(self) -> list[Quantized]:
         """The copies gathered over fsdp."""

@@ -18,6 +18,14 @@ from maxmeg.ops.choices import measured_order
 
 AMPERE, HOPPER, BLACKWELL = 8, 9, 10  # major compute capabilities
 COMPILED_FOR = {"A100": AMPERE, "H100": HOPPER, "H200": HOPPER, "B200": BLACKWELL}  # absent GPUs
+SETTINGS = {  # of a run's configuration, which name an op's backend
+    "attention": "model.attention.backend",
+    "block_matmul": "train.quantization.backend",
+    "chunk_scan": "model.mamba.backend",
+    "delta_scan": "model.delta.backend",
+    "grouped_matmul": "model.moe.backend",
+    "linear + cross entropy": "train.loss_backend",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,10 +70,9 @@ def choose(
     if named not in backends:
         raise ValueError(f"{op} backend {named!r} is none of auto, {', '.join(backends)}")
     if reason := backends[named].refuses(*call, device):
-        others = [name for name in backends if name != named]
-        raise ValueError(
-            f"{op} backend {named} cannot run: {reason}; use auto or {' or '.join(others)}"
-        )
+        others = " or ".join(name for name in backends if name != named)
+        place = f" for {SETTINGS[op]}" if op in SETTINGS else ""
+        raise ValueError(f"{op} backend {named} cannot run: {reason}; use auto or {others}{place}")
     return named, ""
 
 

@@ -16,14 +16,14 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax.tree_util import Partial
 from jaxtyping import Array, Float
 
 from maxmeg.ops.quantized import (
     EXPONENTS,
-    MANTISSA_BITS,
     Quantized,
     Recipe,
+    biased_exponents,
     multiply,
     no_gradient,
     power_of_two,
@@ -51,7 +51,7 @@ def rolled(
     most = largest if rule.latest else jnp.max(maxima, axis=-1)
     dtypes = recipe.forward, recipe.forward, recipe.backward
     scales = [scale_of(most[..., row], dtypes[row]) for row in OPERANDS]
-    biased = lax.bitcast_convert_type(jnp.stack(scales, axis=-1), jnp.int32) >> MANTISSA_BITS
+    biased = biased_exponents(jnp.stack(scales, axis=-1))
     exponents = jnp.clip(biased + rule.margin, *EXPONENTS) - BIAS
     is_known = jnp.isfinite(most) & (most > 0)
     exponents = jnp.where(is_known, exponents.astype(history.dtype), history[..., 0])
@@ -70,38 +70,43 @@ def saturated(x: Float[Array, "*S"], scale: jax.Array, dtype: str) -> Float[Arra
     return jnp.where(jnp.isfinite(x), scaled, x.astype(wide)).astype(dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+PLAIN = Partial(multiply)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
 def matmul(
-    x: Float[Array, "*E T I"],
+    x: Float[Array, "*X T I"],
     w: Float[Array, "*E I O"],
     quantized: Quantized,
     scales: Float[Array, "3"],
     largest: Float[Array, "3"],
+    products: Partial,
     recipe: Recipe,
-) -> Float[Array, "*E T O"]:
+) -> Float[Array, "*X T O"]:
     """x times w, in the dtype of x; x and gradients of the output are divided by their `scales`.
 
     w: the parameter, which is not read (ops/quantized.py). quantized: its codes and their scale.
     largest: is not read; its gradient is no gradient, but the largest magnitudes of the input and
-    of the output's gradient. Several products of one `largest` give their sums, upper bounds.
+    of the output's gradient. Where several products read one `largest`, see parallel/maxima.py.
+    products: PLAIN for X = E, or what multiplies with the arguments of `ops.quantized.multiply`.
     """
-    return matmul_forward(x, w, quantized, scales, largest, recipe)[0]
+    return matmul_forward(x, w, quantized, scales, largest, products, recipe)[0]
 
 
-def matmul_forward(x, w, quantized, scales, largest, recipe):
+def matmul_forward(x, w, quantized, scales, largest, products, recipe):
     x_quantized = saturated(x, scales[INPUT], recipe.forward), scales[INPUT]
-    y = multiply(x_quantized, quantized, (-1, -2), x.dtype)
-    return y, (x_quantized, quantized, scales, amax(x))
+    y = products(x_quantized, quantized, (-1, -2), x.dtype)
+    return y, (x_quantized, quantized, scales, amax(x), products)
 
 
 def matmul_backward(recipe, residuals, slope):
-    x_quantized, quantized, scales, x_largest = residuals
+    x_quantized, quantized, scales, x_largest, products = residuals
     slope_quantized = saturated(slope, scales[GRADIENT], recipe.backward), scales[GRADIENT]
-    x_slope = multiply(slope_quantized, quantized, (-1, -1), slope.dtype)
-    w_slope = multiply(x_quantized, slope_quantized, (-2, -2), slope.dtype)
+    x_slope = products(slope_quantized, quantized, (-1, -1), slope.dtype)
+    w_slope = products(x_quantized, slope_quantized, (-2, -2), slope.dtype)
     largest = jnp.stack([x_largest, jnp.zeros_like(x_largest), amax(slope)])
     unread = jax.tree.map(no_gradient, (quantized, scales))
-    return x_slope, w_slope, *unread, largest
+    return x_slope, w_slope, *unread, largest, None
 
 
 matmul.defvjp(matmul_forward, matmul_backward)

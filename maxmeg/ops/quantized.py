@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, UInt8, UInt32
+from jaxtyping import Array, Float, Int32, UInt8, UInt32
 
 from maxmeg.ops import block_matmul
 from maxmeg.ops.backend import Device, target_device
@@ -194,6 +194,11 @@ def power_of_two(biased: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(biased.astype(jnp.int32) << MANTISSA_BITS, jnp.float32)
 
 
+def biased_exponents(scale: Float[Array, "*N"]) -> Int32[Array, "*N"]:
+    """The biased exponents of powers of two, float32."""
+    return lax.bitcast_convert_type(scale, jnp.int32) >> MANTISSA_BITS
+
+
 def quantize(
     x: Float[Array, "*S"], dtype: str, scale: Float[Array, "*T"] | None = None
 ) -> tuple[Float[Array, "*S"], Float[Array, "*T"]]:
@@ -213,8 +218,8 @@ def quantize_blocks(
     blocks = in_blocks(x, block)
     scale = scale_of(jnp.max(jnp.abs(blocks), axis=(-3, -1), keepdims=True), dtype)
     codes, _ = quantize(blocks, dtype, scale)
-    biased = lax.bitcast_convert_type(scale, jnp.int32) >> MANTISSA_BITS
-    return codes.reshape(x.shape), biased.astype(jnp.uint8).squeeze((-3, -1))
+    exponents = biased_exponents(scale).astype(jnp.uint8)
+    return codes.reshape(x.shape), exponents.squeeze((-3, -1))
 
 
 def filled(x: jax.Array, block: tuple[int, int]) -> jax.Array:

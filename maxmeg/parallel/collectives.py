@@ -292,6 +292,25 @@ def at_kv_head(x: jax.Array, dim: int, num_heads: int) -> jax.Array:
     return lax.dynamic_update_slice_in_dim(zeros, x, kv_head_index(num_heads) * size, dim)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def of_shared_head(x: jax.Array, num_heads: int) -> jax.Array:
+    """x [rows, ..] of a key/value head, which devices along tensor share (`local_kv_head`).
+
+    Backward sums its gradients over these devices. Each gets the sum of some rows, and zeros for
+    the others: what rounds the gradient then rounds sums, as on one device, not their terms.
+    """
+    return x
+
+
+def _sums_of_rows(num_heads: int, _: None, slope: jax.Array) -> tuple[jax.Array]:
+    part = scatter(slope, TENSOR_AXES, 0, inside(TENSOR_AXES, num_heads))
+    place = axis_index(TENSOR_AXES) % (axis_size(TENSOR_AXES) // num_heads) * len(part)
+    return (lax.dynamic_update_slice_in_dim(jnp.zeros_like(slope), part, place, 0),)
+
+
+of_shared_head.defvjp(lambda x, num_heads: (x, None), _sums_of_rows)
+
+
 def kv_head_index(num_heads: int) -> jax.Array | int:
     return axis_index(TENSOR_AXES) * num_heads // axis_size(TENSOR_AXES)
 

@@ -1,11 +1,10 @@
 """Runs any schedule table on all stages in lockstep, inside the one shard_map of a step.
 
 Ticks with the same lanes form a run, and each run is one `lax.scan`: 1F1B is three scans, the same
-program on every device. Where stages hold different layers, each of those is behind a `lax.cond`,
-and a stage runs only what it holds. Nothing differentiates through the schedule: each lane
-calls `jax.vjp` on one layer, and residuals lie in a ring buffer whose slots the table assigns, so
-that memory does not grow with the number of microbatches. A layer writes its residuals directly
-into the ring buffer and adds its weight gradients directly to the sums.
+program on every device. Where stages hold different layers, each is behind a `lax.cond`. Nothing
+differentiates through the schedule: each lane calls `jax.vjp` on one layer, and residuals lie in a
+ring buffer whose slots the table assigns, so that memory does not grow with the number of
+microbatches. A layer writes its residuals there and adds its weight gradients to the sums.
 
 Under fsdp a layer's parameters are gathered before it runs. Weights that ZeRO-1 cuts are gathered
 in the first tick (pipeline/weights.py); gradients are reduced beside the backward lane
@@ -24,10 +23,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from maxmeg.layers.auxiliary import choose, combine, start_values
+from maxmeg.layers.auxiliary import choose, start_values
 from maxmeg.ops.broadcast import never
 from maxmeg.parallel import collectives
 from maxmeg.parallel.collectives import PIPE_AXIS
+from maxmeg.parallel.maxima import combine
 from maxmeg.parallel.trainable import joined
 from maxmeg.pipeline.gradients import GroupGradients, Sums
 from maxmeg.pipeline.layout import Layout

@@ -12,9 +12,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from maxmeg.layers.auxiliary import combine, start_values
+from maxmeg.layers.auxiliary import start_values
 from maxmeg.ops.broadcast import zeros_after
 from maxmeg.parallel import collectives
+from maxmeg.parallel.maxima import combine
 from maxmeg.parallel.trainable import joined, without
 from maxmeg.pipeline.residuals import combine_at, read, write
 from maxmeg.pipeline.weights import GroupWeights

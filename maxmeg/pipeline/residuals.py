@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from maxmeg.config.recompute import NAMES
-from maxmeg.layers.auxiliary import combine
 from maxmeg.parallel.collectives import activation_names
+from maxmeg.parallel.maxima import combine
 
 Arrays = list[jax.Array]
 

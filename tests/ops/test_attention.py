@@ -311,7 +311,7 @@ def test_a_named_backend_that_cannot_run_raises_and_says_why():
     arrays, operands = arrays_of(CASES["grouped"], "float32")
     with pytest.raises(
         ValueError,
-        match=r"cudnn cannot run: the device is cpu.*use auto or mosaic or triton or xla",
+        match=r"cudnn cannot run: the device is cpu.*use auto or mosaic or triton or xla for model",
     ):
         attend(arrays[:3], operands, ScoreSpec(), backend="cudnn")
     with pytest.raises(ValueError, match="'flash' is none of auto, cudnn, mosaic, triton, xla"):

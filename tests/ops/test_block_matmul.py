@@ -70,6 +70,7 @@ def test_the_kernel_is_chosen_where_it_is_named_or_was_measured(tmp_path, monkey
 
 @pytest.mark.parametrize(("device", "reason"), [(BLACKWELL, "found 10.0"), (CPU, "is cpu")])
 def test_a_named_kernel_that_cannot_run_is_an_error(device: Device, reason: str):
-    with pytest.raises(ValueError, match=f"block_matmul backend mosaic cannot run: .*{reason}"):
+    remedy = r"use auto or xla for train\.quantization\.backend$"
+    with pytest.raises(ValueError, match=f"backend mosaic cannot run: .*{reason}.*; {remedy}"):
         check_device(settings(BlockBackend.mosaic), device)
     check_device(settings(BlockBackend.auto), device)

@@ -1,5 +1,7 @@
 """The file of measured choices: "auto" follows it, and what is wrong in it is an error."""
 
+import enum
+import functools
 import json
 import sys
 from pathlib import Path
@@ -8,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from maxmeg.config.schema import Config
 from maxmeg.ops import block_matmul, choices, chunk_scan
 from maxmeg.ops.attention import call as attention
 from maxmeg.ops.attention.spec import Operands, ScoreSpec
-from maxmeg.ops.backend import Device
+from maxmeg.ops.backend import SETTINGS, Device
 from maxmeg.ops.decode_attention import call as decode_attention
 from maxmeg.ops.experts import grouped_matmul
 
@@ -124,3 +127,10 @@ def test_nothing_is_written_without_a_gpu_or_a_comparison(file: Path, capability
     with pytest.raises(ValueError, match=r"needs a GPU and two backends .*: run all parts"):
         writer.write(file, capability, rows)
     assert file.read_text() == "{}"
+
+
+def test_errors_name_settings_that_exist():
+    assert SETTINGS.keys() < {*BACKENDS, "linear + cross entropy"}
+    for path in SETTINGS.values():
+        backend = functools.reduce(getattr, path.split("."), Config())
+        assert isinstance(backend, enum.Enum) and backend.value == "auto", path

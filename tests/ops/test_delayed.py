@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from ops.grouped_matmul_cases import CASES, NAMES, TOLERANCE, arrays_of, e4m3, error, expected
 
-from maxmeg.ops.delayed import GRADIENT, INPUT, matmul, rolled, saturated, scales_of
-from maxmeg.ops.quantized import AmaxHistory, Recipe, quantize
+from maxmeg.ops.delayed import GRADIENT, INPUT, PLAIN, matmul, rolled, saturated, scales_of
+from maxmeg.ops.experts.grouped_matmul import grouped_matmul
+from maxmeg.ops.quantized import AmaxHistory, Recipe, quantize, scale_of
 from maxmeg.ops.quantized import matmul as matmul_of_current_scales
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
@@ -95,7 +97,7 @@ def test_with_scales_that_fit_products_are_those_of_current_scaling(dtype):
     codes = quantize(w, E4M3)
 
     def run(x, w, scales, largest):
-        return matmul(x, w, codes, scales, largest, recipe)
+        return matmul(x, w, codes, scales, largest, PLAIN, recipe)
 
     def current(x, w):
         return matmul_of_current_scales(x, w, codes, codes, recipe)
@@ -109,3 +111,29 @@ def test_with_scales_that_fit_products_are_those_of_current_scaling(dtype):
     scales = jnp.ones(3).at[INPUT].set(2.0**-10).at[GRADIENT].set(2.0**10)
     _, pull = jax.vjp(run, x, w, scales, jnp.zeros(3))
     np.testing.assert_array_equal(pull(slope)[3], largest)  # before scaling and saturation
+
+
+@pytest.mark.parametrize("name", ["odd sizes", "rows after the last"])
+def test_products_of_groups_are_those_of_rounded_operands(name: str):
+    """Rows after the last group, NaN, do not count as magnitudes. The scale of gradients is for the
+    range of E5M2; grouped products round them to E4M3, in its range."""
+    case, recipe = CASES[name], Recipe(history=AmaxHistory(4))
+    arrays, sizes = arrays_of(case, "float32")
+    live = [arrays[0][: sum(sizes)], arrays[1], arrays[2][: sum(sizes)]]
+    largest = [jnp.max(jnp.abs(array)) for array in live]
+    scales = jnp.stack([scale_of(most, to) for most, to in zip(largest, FORMATS, strict=True)])
+    codes = [quantize(jnp.asarray(arrays[1]), E4M3)]
+
+    def call(x, w, largest):
+        how = {"codes": codes, "recipe": recipe, "past": (scales, largest), "backend": "xla"}
+        return grouped_matmul(x, w, jnp.asarray(sizes), **how)
+
+    y, pull = jax.vjp(call, *map(jnp.asarray, arrays[:2]), jnp.zeros(3))
+    *slopes, found = pull(jnp.asarray(arrays[2]))
+    np.testing.assert_array_equal(found, [largest[INPUT], 0, largest[GRADIENT]])
+    rounded = [e4m3(np.float64(array), tuple(range(array.ndim)), array.size) for array in live]
+    wanted = expected(case, rounded)
+    for part, array in zip(NAMES, (y, *slopes), strict=True):
+        rows = slice(sum(sizes)) if part != "dw" else slice(None)
+        assert error(array[rows], wanted[part]) < TOLERANCE["float32"], part
+    assert not np.asarray(y[sum(sizes) :]).any() and not np.asarray(slopes[0][sum(sizes) :]).any()

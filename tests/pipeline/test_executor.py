@@ -28,9 +28,10 @@ from maxmeg.config.parallel import ParallelConfig, Schedule
 from maxmeg.config.recompute import POLICIES
 from maxmeg.config.schema import Config
 from maxmeg.config.stages import units_of_chunks
-from maxmeg.layers.auxiliary import Max, by_layer, over_devices
+from maxmeg.layers.auxiliary import by_layer, over_devices
 from maxmeg.layers.mlp import Mlp
 from maxmeg.parallel import collectives
+from maxmeg.parallel.maxima import Max
 from maxmeg.parallel.mesh import AXES, BATCH_AXES, MESH_AXES, make_mesh
 from maxmeg.parallel.rules import Reduction
 from maxmeg.parallel.spmd import spmd

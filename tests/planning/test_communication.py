@@ -13,6 +13,7 @@ from layouts import mesh_of, tiny
 from maxmeg.config.mixers import ExpertBackend, ExpertExchange, TensorOverlap
 from maxmeg.config.model import Position
 from maxmeg.config.parallel import GradientDType, ParallelConfig, Schedule
+from maxmeg.config.quantization import QuantizationConfig, QuantizationRecipe
 from maxmeg.config.schema import Config, LossBackend, Optimizer, TrainConfig
 from maxmeg.models.registry import use_architecture
 from maxmeg.optim.build import make_optimizer
@@ -111,6 +112,11 @@ MULTI_QUERY = {"attention.num_kv_heads": 1}  # one head on both devices along te
 WEIGHT_LANE = {"schedule": Schedule.zero_bubble}
 CASES = {
     "tensor": (MULTI_QUERY, {}, {"fsdp": 1, "tensor": 2}),
+    "8-bit gradients of a shared head": (
+        MULTI_QUERY | {"attention.head_dim": 16},
+        {"quantization": QuantizationConfig(QuantizationRecipe.tensorwise)},
+        {"fsdp": 1, "tensor": 2},
+    ),
     "tiled loss": (
         {"num_layers": 1},
         {"loss_backend": LossBackend.tiled, "label_smoothing": 0.1},

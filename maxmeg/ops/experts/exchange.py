@@ -21,6 +21,7 @@ from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float, Int
 
 from maxmeg.ops.backend import target_device
+from maxmeg.ops.broadcast import never
 from maxmeg.ops.experts import packed
 from maxmeg.ops.experts.dispatch import (
     Order,
@@ -35,6 +36,7 @@ from maxmeg.ops.experts.dispatch import (
 from maxmeg.ops.experts.packed import Rows, Send
 from maxmeg.ops.quantized import Recipe
 from maxmeg.parallel import collectives
+from maxmeg.parallel.maxima import combine, used_twice
 from maxmeg.parallel.mesh import MESH_AXES
 from maxmeg.parallel.trainable import fixed, joined, trained
 
@@ -292,25 +294,28 @@ def run_rounds(
 
     experts(x_RD, sizes_E, weights_R, codes) computes this device's experts.
     """
-    y_TD = exchange.run(0, experts, x_TD, weights_TK, plan)
     if exchange.one_suffices:
-        return y_TD
+        return exchange.run(0, experts, x_TD, weights_TK, plan)
+    first, experts = used_twice(experts)
+    y_TD = exchange.run(0, first, x_TD, weights_TK, plan)
     rounds = exchange.count_rounds(plan)
-    return y_TD + further_rounds(exchange, 1, experts, x_TD, weights_TK, plan, rounds)
+    return further_rounds(exchange, 1, y_TD, experts, x_TD, weights_TK, plan, rounds)
 
 
-def _further_rounds(exchange, first: int, experts, x_TD, weights_TK, plan, rounds):
-    """Output of the rounds from number `first`."""
+def _further_rounds(exchange, first: int, y_TD, experts, x_TD, weights_TK, plan, rounds):
+    """y_TD, the output of the rounds before number `first`, and that of the others."""
 
     def body(state):
         number, total_TD = state
         return number + 1, total_TD + exchange.run(number, experts, x_TD, weights_TK, plan)
 
     start = (jnp.int32(first), jnp.zeros_like(x_TD))
-    return lax.while_loop(lambda state: state[0] < rounds, body, start)[1]
+    return y_TD + lax.while_loop(lambda state: state[0] < rounds, body, start)[1]
 
 
 def _further_rounds_backward(exchange, first, operands, slope_TD):
+    """With 8-bit products backward of the earlier rounds waits for the loop: XLA would compute much
+    of it before, and keep that during the loop. With 16 bits waiting saves nothing on average."""
     experts, x_TD, weights_TK, plan, rounds = operands
     variables, others = (trained(experts), x_TD, weights_TK), fixed(experts)
 
@@ -321,18 +326,23 @@ def _further_rounds_backward(exchange, first, operands, slope_TD):
             return exchange.run(number, joined(experts, others), *rest, plan)
 
         _, pull = jax.vjp(run, *variables)
-        return number + 1, jax.tree.map(jnp.add, total, pull(slope_TD))
+        return number + 1, combine(total, pull(slope_TD))
 
     zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), variables)
     start = (jnp.int32(first), zeros)
     total = lax.while_loop(lambda state: state[0] < rounds, body, start)[1]
     gradients = jax.tree.map(lambda sum, a: sum.astype(a.dtype), total, variables)
-    return (*gradients, None, None)
+    if experts.codes:
+        slope_TD += never(gradients[1]).astype(slope_TD.dtype)
+    return slope_TD, *gradients, None, None
 
 
 further_rounds: Any = jax.custom_vjp(_further_rounds, nondiff_argnums=(0, 1))
 further_rounds.defvjp(
-    lambda exchange, first, *operands: (_further_rounds(exchange, first, *operands), operands),
+    lambda exchange, first, y_TD, *operands: (
+        _further_rounds(exchange, first, y_TD, *operands),
+        operands,
+    ),
     _further_rounds_backward,
 )
 

@@ -26,6 +26,7 @@ from maxmeg.ops.experts.exchange import (
 )
 from maxmeg.ops.experts.routing import Routing, RoutingSpec
 from maxmeg.parallel import collectives
+from maxmeg.parallel.maxima import used_twice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,15 +51,16 @@ def exchange_by_node(
     here = local_experts * inside.devices
     node_TK = jnp.where(kept_TK, routing.experts_TK // here, inside.nodes)
     places_TN = places_at_nodes(node_TK, inside.nodes)
-    y_TD = once_per_node(nodes, experts, x_TD, routing, kept_TK, places_TN)
     if nodes.direct is None:
-        return y_TD
+        return once_per_node(nodes, experts, x_TD, routing, kept_TK, places_TN)
+    first, experts = used_twice(experts)
+    y_TD = once_per_node(nodes, first, x_TD, routing, kept_TK, places_TN)
     place_TK = jnp.take_along_axis(places_TN, jnp.minimum(node_TK, inside.nodes - 1), axis=1)
     left_TK = kept_TK & (place_TK >= nodes.rows)
     plan = plan_of(nodes.direct, routing.experts_TK, left_TK, local_experts)
     rounds = nodes.direct.count_rounds(plan)
-    weights_TK = routing.weights_TK
-    return y_TD + further_rounds(nodes.direct, 0, experts, x_TD, weights_TK, plan, rounds)
+    operands = experts, x_TD, routing.weights_TK, plan, rounds
+    return further_rounds(nodes.direct, 0, y_TD, *operands)
 
 
 def places_at_nodes(node_TK: Int[Array, "T K"], nodes: int) -> Int[Array, "T nodes"]:

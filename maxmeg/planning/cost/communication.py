@@ -165,9 +165,26 @@ def _tensor(work: Workload) -> Iterator[Traffic]:
     ends = "embedding and head"
     yield entry("tensor", ends, GATHER, M + embed_backward, size)
     yield entry("tensor", ends, SCATTER, embed + M, size)
+    runs, total = shared_heads(work)
+    purpose = "gradients of shared key/value heads"
+    yield Traffic("tensor", purpose, SCATTER, backward * runs, backward * total, 0)
     source = work.itemsize * work.source_tokens * work.config.model.hidden_size
     yield entry("tensor", ends, GATHER, embed_backward * (source > 0), source)
     yield entry("tensor", ends, SCATTER, embed * (source > 0), source)
+
+
+def shared_heads(work: Workload) -> tuple[int, int]:
+    """(projections, bytes) whose gradients are summed over the devices that share a key/value head
+    before they are rounded (parallel.collectives.of_shared_head), in backward of a microbatch."""
+    runs = total = 0
+    for shard in work.shards:
+        parameter = shard.parameter
+        heads = parameter.variable.get_metadata().get("num_kv_heads", 0)
+        if work.is_quantized(shard) and 0 < heads < work.axes["tensor"]:
+            held = 1 if parameter.group is None else work.held[parameter.group]
+            width = parameter.variable.get_metadata("sizes")[-1] // heads
+            runs, total = runs + held, total + held * work.itemsize * work.tokens * width
+    return runs, total
 
 
 def _experts(work: Workload) -> Iterator[Traffic]:
