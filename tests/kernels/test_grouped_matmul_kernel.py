@@ -17,6 +17,7 @@ from ops.grouped_matmul_cases import CASES, NAMES, arrays_of, error, expected, r
 
 import maxmeg.ops.backend as choice
 from maxmeg.ops.backend import Device
+from maxmeg.ops.experts import grouped_matmul
 
 pytestmark = pytest.mark.slow
 
@@ -32,6 +33,7 @@ MANY = {
     "nothing but rows after": 2,
     "every size of a part": 4,
     "fp8, rows after the last": 3,
+    "blockwise": 3,
 }
 INTERPRETED = MANY if COMPLETE else FEW
 SIZES = [(*case.sizes, case.rest) for case in CASES.values()]
@@ -40,7 +42,8 @@ SIZES = [(*case.sizes, case.rest) for case in CASES.values()]
 @pytest.fixture
 def hopper(monkeypatch):
     """Lets calls name the backend mosaic; small tiles, so that there are several."""
-    monkeypatch.setattr(choice, "target_device", lambda: Device("cuda", (9, 0)))
+    for module in (choice, grouped_matmul):
+        monkeypatch.setattr(module, "target_device", lambda: Device("cuda", (9, 0)))
     for name in ("ROWS_TILING", "FP8_ROWS_TILING", "WEIGHTS_TILING", "FP8_WEIGHTS_TILING"):
         small = dataclasses.replace(getattr(kernel, name), columns=64, stages=2)
         monkeypatch.setattr(kernel, name, small)
