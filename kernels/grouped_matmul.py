@@ -129,7 +129,7 @@ def operands_refuse(x_TD: Any, w_EDF: Any, fp8: bool = False) -> str:
     return ""
 
 
-def of_blocks(scales: tuple) -> bool:
+def of_blocks(scales: Any) -> bool:
     """Whether these are scales of blocks, not of whole rows and columns."""
     return bool(scales) and scales[0].ndim == 2
 
