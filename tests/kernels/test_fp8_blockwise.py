@@ -129,8 +129,8 @@ GROUPS = {
     "every size of a part": Groups(tuple(range(1, 9)), programs=2),
 }
 COLUMNS = {  # groups of tokens that are summed; blocks of groups begin with each
-    "one token": Groups((1,), inner=BLOCK),
-    "parts of blocks, empty groups": Groups((0, 200, 0, 3, 0), inner=BLOCK, programs=3),
+    "one token": Groups((1,), inner=BLOCK, outer=BLOCK),
+    "parts of blocks, empty groups": Groups((0, 200, 3), inner=BLOCK, programs=3),
     "more blocks than slots": Groups((5 * BLOCK + 1, 7), inner=BLOCK, programs=2),
     "nothing": Groups((0, 0), rest=30, inner=BLOCK),
 }

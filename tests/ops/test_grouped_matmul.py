@@ -28,7 +28,7 @@ from maxmeg.ops.experts.grouped_matmul import FP8, grouped_matmul, in_rows
 from maxmeg.ops.quantized import Recipe
 
 FINITE_DIFFERENCES = 2e-3  # float32, steps of 1e-2
-EIGHT_BITS = ("fp8", "fp8, rows after the last", "blockwise", "mxfp8")
+EIGHT_BITS = ("fp8", "fp8, rows after the last", "blockwise", "mxfp8", "blockwise, several blocks")
 ROUNDED = ("odd sizes", "rows after the last", *EIGHT_BITS)
 
 
