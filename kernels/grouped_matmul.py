@@ -324,7 +324,7 @@ def grouped_weights(
     starts_E, E = jnp.cumsum(sizes_E) - sizes_E, sizes_E.shape[0]
     if scales:
         starts_E = jnp.where(sizes_E > 0, starts_E, x.shape[1])  # past the end: zeros
-        scales = whole_tiles(tiling, scales, (D, F))
+        scales = whole_tiles(tiling, scales)
     items = E * pl.cdiv(D, tiling.rows) * pl.cdiv(F, tiling.columns)
     programs = min(MULTIPROCESSORS, items)
 
@@ -352,10 +352,12 @@ def weights_tiling(scales: tuple) -> Tiling:
     return FP8_WEIGHTS_TILING if scales else WEIGHTS_TILING
 
 
-def whole_tiles(tiling: Tiling, scales: tuple, sizes: tuple[int, int]) -> tuple:
+def whole_tiles(tiling: Tiling, scales: tuple) -> tuple:
     """The scales as WeightRefs has them."""
-    widths = [size + -size % n for size, n in zip(sizes, (tiling.rows, tiling.columns), strict=True)]
-    left, right = (lengthened(scale, n) for scale, n in zip(scales, widths, strict=True))
+    left, right = (
+        lengthened(scale, pl.cdiv(scale.shape[-1], size) * size)
+        for scale, size in zip(scales, (tiling.rows, tiling.columns), strict=True)
+    )
     if not of_blocks(scales):
         return left, right[None]
     return tuple(jnp.pad(scale, ((0, 1), (0, 0))) for scale in (left, right))
