@@ -159,7 +159,7 @@ def grouped_rows(
     x_TD: Float[Array, "T D"],
     w: Float[Array, "E _ _"],
     sizes_E: Int[Array, " E"],
-    scales: tuple[jax.Array, jax.Array] | tuple[()] = (),
+    scales: tuple[jax.Array, ...] = (),
     *,
     right: str = "KN",
     out_dtype: Any = jnp.bfloat16,
@@ -245,7 +245,8 @@ def grouped_rows_program(tiling: Tiling, refs: RowRefs, programs: int) -> None:
         tile, column = place(index)
         group = jnp.minimum(tile.group, groups - 1)
         first = tile.first + warpgroup * WARPGROUP_ROWS
-        scales = Scales(refs.scales[0], refs.scales[1].at[group], first, column, 0, in_rows=False)
+        left, right = refs.scales
+        scales = Scales(left, right.at[group], first, column, 0, in_rows=False)
         (sums,) = add_blocks(tiling, refs.ring, span, warpgroup, scales)
         return sums
 
@@ -303,7 +304,7 @@ def grouped_weights(
     x: Float[Array, "_ _"],
     y: Float[Array, "_ _"],
     sizes_E: Int[Array, " E"],
-    scales: tuple[jax.Array, jax.Array] | tuple[()] = (),
+    scales: tuple[jax.Array, ...] = (),
     *,
     out_dtype: Any = jnp.bfloat16,
     tiling: Tiling | None = None,
@@ -432,7 +433,8 @@ def grouped_weights_program(tiling: Tiling, refs: WeightRefs, programs: int) -> 
         group, row, column = place(index)
         step = lax.div(refs.starts_E[group], jnp.int32(BLOCK))
         first = row + warpgroup * WARPGROUP_ROWS
-        scales = Scales(*refs.scales, first, column, step, in_rows=True)
+        left, right = refs.scales
+        scales = Scales(left, right, first, column, step, in_rows=True)
         return add_blocks(tiling, refs.ring, span, warpgroup, scales)
 
     def epilogue(index: jax.Array, warpgroup: jax.Array, sums: Any, _: tuple) -> tuple:
