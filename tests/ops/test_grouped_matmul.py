@@ -145,6 +145,22 @@ def test_unmeasured_kernels_are_run_by_name_only(monkeypatch, caplog):
     assert "ragged_dot" not in str(text) and "grouped_rows" in str(text)
 
 
+@pytest.mark.parametrize("named", ["auto", "xla", "mosaic"])
+def test_the_kernel_gets_codes_of_blocks_where_it_is_named(named: str, monkeypatch):
+    for place in (choice, module):
+        monkeypatch.setattr(place, "target_device", lambda: Device("cuda", (9, 0)))
+    recipe = Recipe(block=128, square=True, backend=named)
+
+    def call(x, w, sizes):
+        codes = recipe.weights(w, None)
+        return grouped_matmul(x, w, sizes, codes=codes, recipe=recipe, backend="mosaic")
+
+    x, w, sizes = struct(17, 128), struct(3, 128, 128), struct(3, dtype=jnp.int32)
+    text = str(jax.make_jaxpr(call)(x, w, sizes))
+    is_read = [f"Ref<gmem>{{{dtype}[3,128,128]}}" in text for dtype in ("f8_e4m3fn", "bf16")]
+    assert is_read == [named == "mosaic", named != "mosaic"]
+
+
 REFUSED = [
     (struct(8, 64), struct(2, 64, 96), False, "dimensions 64 and 96 are not multiples of 64"),
     (struct(8, 128), struct(2, 128, 64), True, "dimensions 128 and 64 are not multiples of 128"),
