@@ -25,6 +25,7 @@ from .matmul import (
     ATOM_ROWS,
     MULTIPROCESSORS,
     Item,
+    Ring,
     Tiling,
     Work,
     finish_stores,
@@ -101,16 +102,22 @@ def block_matmul(
     )(left_EMK, right_ENK, *scales)[0][:, :tokens]
 
 
-def steps_first(scale_ERK: jax.Array, rows: int) -> jax.Array:
-    """[E, K, rows]: scales of a step lie together; zeros for rows of the last tile past the end."""
-    scale_EKR = scale_ERK.swapaxes(1, 2)
-    return jnp.pad(scale_EKR, ((0, 0), (0, 0), (0, rows - scale_EKR.shape[2])))
+def steps_first(scale_RK: Float[Array, "*E R K"], rows: int) -> Float[Array, "*E K _"]:
+    """Scales of a step lie together, with zeros up to `rows` of them, which tiles past the end
+    read."""
+    return lengthened(scale_RK.swapaxes(-1, -2), rows)
+
+
+def lengthened(array: Float[Array, "*S N"], length: int) -> Float[Array, "*S _"]:
+    """The array with zeros appended to its last dimension."""
+    return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, length - array.shape[-1])])
 
 
 def program(tiling: Tiling, refs: Refs, programs: int) -> None:
     E, M, N = refs.out_EMN.shape
     rows, columns = pl.cdiv(M, tiling.rows), pl.cdiv(N, tiling.columns)
     steps = refs.left_scale_EKM.shape[1]
+    in_rows = refs.right_scale_EKN.shape[2] >= refs.right_ENK.shape[1]
 
     def place(index: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Number of the pair, and first row and column of the tile."""
@@ -125,17 +132,16 @@ def program(tiling: Tiling, refs: Refs, programs: int) -> None:
 
     def accumulate(index: jax.Array, span: tuple, warpgroup: jax.Array) -> tuple:
         pair, row, column = place(index)
+        left, right = refs.left_scale_EKM.at[pair], refs.right_scale_EKN.at[pair]
         first = row + warpgroup * WARPGROUP_ROWS
-        add = functools.partial(add_block, tiling, refs, span[0], warpgroup, (pair, first, column))
-        zeros = mosaic.constant(0.0, (WARPGROUP_ROWS, PART), MATRIX)
-        return lax.fori_loop(0, steps, add, (zeros,) * (tiling.columns // PART))
+        scales = Scales(left, right, first, column, 0, in_rows)
+        return add_blocks(tiling, refs.ring, span, warpgroup, scales)
 
     def epilogue(index: jax.Array, warpgroup: jax.Array, sums: tuple, _: tuple) -> tuple:
         pair, row, column = place(index)
         rows = pl.ds(row + warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
-        for number, part in enumerate(sums):
-            target = refs.out_EMN.at[pair].at[rows, pl.ds(column + number * PART, PART)]
-            store(part, refs.buffers.at[warpgroup], target)
+        target = refs.out_EMN.at[pair].at[rows, pl.ds(column, tiling.columns)]
+        store_parts(sums, refs.buffers.at[warpgroup], target)
         return ()
 
     count = item_count(E * rows * columns, lax.axis_index("program"), programs)
@@ -143,35 +149,46 @@ def program(tiling: Tiling, refs: Refs, programs: int) -> None:
     run(tiling, refs.ring, work)
 
 
-def add_block(
-    tiling: Tiling,
-    refs: Refs,
-    start: jax.Array,
-    warpgroup: jax.Array,
-    place: tuple,
-    step: jax.Array,
-    sums: tuple,
-) -> tuple:
-    """The sums of a consumer's columns, in parts, with the products of one block added.
+class Scales(NamedTuple):
+    """Scales of a consumer's part of a tile, in global memory: matrices with a row for each block
+    of the sum.
 
-    start: the item's first position in the ring. place: number of the pair, the consumer's first
-    row, and the first column. Scales are read while the copies and products are under way.
+    row, column: the consumer's first row and first column. step: the block of the first step.
+    in_rows: right has a scale for each row of right, else one for 128 rows.
     """
-    pair, row, column = place
-    left, right = tiles_at(tiling, refs.ring, start + step, warpgroup)
-    row_scale = mosaic.load(refs.left_scale_EKM.at[pair, step, pl.ds(row, WARPGROUP_ROWS)], ROWS)
-    slot = mosaic.ring_slot(start + step, tiling.stages)
-    plgpu.barrier_wait(refs.ring.ready.at[slot])
-    added = []
-    for number, part in enumerate(sums):
-        columns = right.at[pl.ds(number * PART, PART)]
-        factors = functools.partial(
-            scales, refs, (pair, step, column + number * PART), row_scale, part.shape
-        )
-        products, factors = multiply(left, columns, factors)
-        added.append(part + products * factors)
-    plgpu.barrier_arrive(refs.ring.free.at[slot])
-    return tuple(added)
+
+    left_KM: Any
+    right_KN: Any
+    row: Any
+    column: Any
+    step: Any
+    in_rows: bool
+
+
+def add_blocks(
+    tiling: Tiling, ring: Ring, span: tuple, warpgroup: jax.Array, scales: Scales
+) -> tuple[jax.Array, ...]:
+    """The scaled sums of a consumer's rows (`Work.accumulate`), in parts of PART columns. Scales
+    are read while the copies and products are under way."""
+    start, steps = span
+
+    def add(step: jax.Array, sums: tuple) -> tuple:
+        left, right = tiles_at(tiling, ring, start + step, warpgroup)
+        block = scales.step + step
+        row_scale = mosaic.load(scales.left_KM.at[block, pl.ds(scales.row, WARPGROUP_ROWS)], ROWS)
+        slot = mosaic.ring_slot(start + step, tiling.stages)
+        plgpu.barrier_wait(ring.ready.at[slot])
+        added = []
+        for number, part in enumerate(sums):
+            column = scales.column + number * PART
+            read = functools.partial(factors, scales, block, column, row_scale, part.shape)
+            products, scale = multiply(left, right.at[pl.ds(number * PART, PART)], read)
+            added.append(part + products * scale)
+        plgpu.barrier_arrive(ring.free.at[slot])
+        return tuple(added)
+
+    zeros = mosaic.constant(0.0, (WARPGROUP_ROWS, PART), MATRIX)
+    return lax.fori_loop(0, steps, add, (zeros,) * (tiling.columns // PART))
 
 
 def multiply(left: Any, right: Any, meanwhile: Callable[[], Any]) -> tuple[jax.Array, Any]:
@@ -186,12 +203,18 @@ def multiply(left: Any, right: Any, meanwhile: Callable[[], Any]) -> tuple[jax.A
     return pl.run_scoped(compute, plgpu.ACC((left.shape[0], right.shape[0]), jnp.float32))
 
 
-def scales(refs: Refs, place: tuple, row_scale: jax.Array, shape: tuple[int, int]) -> jax.Array:
+def factors(
+    scales: Scales, block: Any, column: Any, row_scale: jax.Array, shape: tuple[int, int]
+) -> jax.Array:
     """The product of both scales, for each number of a part of the columns."""
-    pair, step, column = place
-    scale_EKN = refs.right_scale_EKN
-    if scale_EKN.shape[2] >= refs.right_ENK.shape[1]:  # of each row, not of 128
-        columns = mosaic.load(scale_EKN.at[pair, step, pl.ds(column, shape[1])], COLUMNS)
+    if scales.in_rows:
+        columns = mosaic.load(scales.right_KN.at[block, pl.ds(column, shape[1])], COLUMNS)
         return spread(row_scale, shape) * spread_columns(columns, shape)
-    block = scale_EKN[pair, step, lax.div(column, jnp.int32(BLOCK))]
-    return spread(row_scale * block, shape)
+    scale = scales.right_KN[block, lax.div(column, jnp.int32(BLOCK))]
+    return spread(row_scale * scale, shape)
+
+
+def store_parts(sums: tuple, buffers: Any, target: Any) -> None:
+    """`store` of the sums by `add_blocks`."""
+    for number, part in enumerate(sums):
+        store(part, buffers, target.at[:, pl.ds(number * PART, PART)])

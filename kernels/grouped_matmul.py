@@ -10,6 +10,9 @@ which rows of neighbouring groups may lie, and stores only the rows of the group
 it sets these to zero in both operands, so that NaN does not leak to other groups. 8-bit operands
 are transposed, and their groups padded with zeros to whole steps; each step's sums are added in
 float32, since tensor cores accumulate 8-bit products with fewer bits.
+
+With scales of blocks of 128 along the sum both have the loop of kernels/fp8_blockwise.py, which
+adds each step's sums, times both scales.
 """
 
 import dataclasses
@@ -20,7 +23,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from . import mosaic
+from . import fp8_blockwise, mosaic
+from .fp8_blockwise import BLOCK, Scales, add_blocks, lengthened, steps_first, store_parts
 from .matmul import (
     ATOM_BYTES,
     ATOM_ROWS,
@@ -50,6 +54,9 @@ ROWS_TILING = Tiling(columns=256, depth=64, stages=4, store_bytes=64)
 FP8_ROWS_TILING = dataclasses.replace(ROWS_TILING, depth=128, right="NK")
 WEIGHTS_TILING = Tiling(columns=256, depth=64, stages=4, left="KM")
 FP8_WEIGHTS_TILING = Tiling(columns=128, depth=128, stages=4, right="NK", promotes=True)
+# With scales of blocks; rows have weights on the right, with a scale for 128 x 128.
+BLOCK_ROWS_TILING = dataclasses.replace(fp8_blockwise.WEIGHTS_TILING, store_bytes=64)
+BLOCK_WEIGHTS_TILING = fp8_blockwise.ROWS_TILING
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,9 +129,14 @@ def operands_refuse(x_TD: Any, w_EDF: Any, fp8: bool = False) -> str:
     return ""
 
 
-def rows_tiling(dtype: Any, right: str) -> Tiling:
+def of_blocks(scales: Any) -> bool:
+    """Whether these are scales of blocks, not of whole rows and columns."""
+    return bool(scales) and scales[0].ndim == 2
+
+
+def rows_tiling(dtype: Any, right: str, scales: tuple) -> Tiling:
     tiling = FP8_ROWS_TILING if jnp.dtype(dtype).itemsize == 1 else ROWS_TILING
-    return dataclasses.replace(tiling, right=right)
+    return dataclasses.replace(BLOCK_ROWS_TILING if of_blocks(scales) else tiling, right=right)
 
 
 class RowRefs(NamedTuple):
@@ -132,7 +144,9 @@ class RowRefs(NamedTuple):
 
     x_TD: Any
     w: Any
-    scales: Any  # of rows [T + a tile], of columns [E, whole tiles]; () without scales
+    # Of rows [T + a tile], of columns [E, whole tiles]; of blocks [K, T + a tile] and [E, K, blocks
+    # of whole tiles]; () without scales.
+    scales: Any
     tiles: Any
     count: Any
     y_TF: Any
@@ -145,7 +159,7 @@ def grouped_rows(
     x_TD: Float[Array, "T D"],
     w: Float[Array, "E _ _"],
     sizes_E: Int[Array, " E"],
-    scales: tuple[Float[Array, " T"], Float[Array, "E F"]] | tuple[()] = (),
+    scales: tuple[jax.Array, ...] = (),
     *,
     right: str = "KN",
     out_dtype: Any = jnp.bfloat16,
@@ -153,10 +167,11 @@ def grouped_rows(
 ) -> Float[Array, "T F"]:
     """Each row times its group's matrix; zeros after the last group.
 
-    right: "KN" for matrices [E, D, F], "NK" for [E, F, D]. scales: float32 factors of the sums, per
-    row, and per column of each group. ValueError for `matmul_refuses`.
+    right: "KN" for matrices [E, D, F], "NK" for [E, F, D]. scales: float32 factors of the sums: of
+    rows [T] and of columns [E, F], or of blocks of 128 [T, D / 128] and [E, F / 128, D / 128].
+    ValueError for `matmul_refuses`.
     """
-    tiling, tokens = tiling or rows_tiling(x_TD.dtype, right), x_TD.shape[0]
+    tiling, tokens = tiling or rows_tiling(x_TD.dtype, right, scales), x_TD.shape[0]
     x_TD = whole_atoms(x_TD)
     if reason := matmul_refuses(x_TD, w, tiling):
         raise ValueError(f"grouped_rows cannot run: {reason}")
@@ -165,10 +180,9 @@ def grouped_rows(
     columns = pl.cdiv(F, tiling.columns)
     programs = min(MULTIPROCESSORS, tiles.shape[0] * columns)
     if scales:
-        row_scale_T, column_scale_EF = scales
-        row_scale_T = jnp.pad(row_scale_T, (0, T - tokens + tiling.rows))
-        column_scale_EF = jnp.pad(column_scale_EF, ((0, 0), (0, -F % tiling.columns)))
-        scales = (row_scale_T, column_scale_EF)
+        pad, width = (steps_first, BLOCK) if of_blocks(scales) else (lengthened, 1)
+        widths = T + tiling.rows, columns * tiling.columns // width
+        scales = tuple(pad(scale, count) for scale, count in zip(scales, widths, strict=True))
 
     def grouped_rows_kernel(*refs: Any) -> None:
         x_ref, w_ref, *others = refs
@@ -192,7 +206,7 @@ def grouped_rows(
 def grouped_rows_program(tiling: Tiling, refs: RowRefs, programs: int) -> None:
     program, groups = lax.axis_index("program"), refs.w.shape[0]
     columns = pl.cdiv(refs.y_TF.shape[1], tiling.columns)
-    rows = refs.count[0]
+    rows, has_blocks = refs.count[0], of_blocks(refs.scales)
     steps = pl.cdiv(refs.x_TD.shape[1], tiling.depth)
 
     def place(index: jax.Array) -> tuple[RowTile, jax.Array]:
@@ -227,13 +241,23 @@ def grouped_rows_program(tiling: Tiling, refs: RowRefs, programs: int) -> None:
 
         return ()
 
+    def accumulate(index: jax.Array, span: tuple, warpgroup: jax.Array) -> jax.Array:
+        tile, column = place(index)
+        group = jnp.minimum(tile.group, groups - 1)
+        first = tile.first + warpgroup * WARPGROUP_ROWS
+        left, right = refs.scales
+        scales = Scales(left, right.at[group], first, column, 0, in_rows=False)
+        (sums,) = add_blocks(tiling, refs.ring, span, warpgroup, scales)
+        return sums
+
     count = item_count(rows * columns, program, programs)
-    run(tiling, refs.ring, Work(count, item, epilogue, finish=finish_stores))
+    how = accumulate if has_blocks else None
+    run(tiling, refs.ring, Work(count, item, epilogue, finish=finish_stores, accumulate=how))
 
 
 def scaling(scales: Any, group: Any, first: jax.Array, column: jax.Array) -> Any:
     """A function of (columns of a consumer's sums, offset of the first column) that scales them."""
-    if not scales:
+    if not scales or of_blocks(scales):
         return unchanged
     row_scale_T, column_scale_EF = scales
     row_scales = mosaic.load(row_scale_T.at[pl.ds(first, WARPGROUP_ROWS)], ROWS)
@@ -280,7 +304,7 @@ def grouped_weights(
     x: Float[Array, "_ _"],
     y: Float[Array, "_ _"],
     sizes_E: Int[Array, " E"],
-    scales: tuple[Float[Array, " D"], Float[Array, " F"]] | tuple[()] = (),
+    scales: tuple[jax.Array, ...] = (),
     *,
     out_dtype: Any = jnp.bfloat16,
     tiling: Tiling | None = None,
@@ -288,9 +312,10 @@ def grouped_weights(
     """x^T y of each group's rows; zeros for an empty group. ValueError for `matmul_refuses`.
 
     x, y: [T, D] and [T, F]. With scales, float32 factors of the sums, they are 8-bit, [D, T] and
-    [F, T], and sizes are multiples of the tiling's depth.
+    [F, T], and sizes are multiples of the tiling's depth. scales: [D] and [F], or of blocks of 128
+    [T / 128, D] and [T / 128, F].
     """
-    tiling = tiling or (FP8_WEIGHTS_TILING if scales else WEIGHTS_TILING)
+    tiling = tiling or weights_tiling(scales)
     if not scales:
         x, y = whole_atoms(x), whole_atoms(y)
     if reason := matmul_refuses(x, y, tiling):
@@ -300,8 +325,7 @@ def grouped_weights(
     starts_E, E = jnp.cumsum(sizes_E) - sizes_E, sizes_E.shape[0]
     if scales:
         starts_E = jnp.where(sizes_E > 0, starts_E, x.shape[1])  # past the end: zeros
-        row_scale_D = jnp.pad(scales[0], (0, -D % tiling.rows))
-        scales = (row_scale_D, jnp.pad(scales[1], (0, -F % tiling.columns))[None])
+        scales = whole_tiles(tiling, scales)
     items = E * pl.cdiv(D, tiling.rows) * pl.cdiv(F, tiling.columns)
     programs = min(MULTIPROCESSORS, items)
 
@@ -323,12 +347,31 @@ def grouped_weights(
     )(x, y, *scales, starts_E, sizes_E)[0]
 
 
+def weights_tiling(scales: tuple) -> Tiling:
+    if of_blocks(scales):
+        return BLOCK_WEIGHTS_TILING
+    return FP8_WEIGHTS_TILING if scales else WEIGHTS_TILING
+
+
+def whole_tiles(tiling: Tiling, scales: tuple) -> tuple:
+    """The scales as WeightRefs has them."""
+    left, right = (
+        lengthened(scale, pl.cdiv(scale.shape[-1], size) * size)
+        for scale, size in zip(scales, (tiling.rows, tiling.columns), strict=True)
+    )
+    if not of_blocks(scales):
+        return left, right[None]
+    return tuple(jnp.pad(scale, ((0, 1), (0, 0))) for scale in (left, right))
+
+
 class WeightRefs(NamedTuple):
     """Arrays in global memory; ring and buffers; the barrier for changes of the right tile."""
 
     x: Any
     y: Any
-    scales: Any  # of rows, of columns [1, ...]; () without scales
+    # Of rows, of columns [1, ...]; of blocks [T / 128 + 1, ...] each, the last zeros, which empty
+    # groups read; () without scales.
+    scales: Any
     starts_E: Any
     sizes_E: Any
     out_EDF: Any
@@ -356,6 +399,7 @@ def grouped_weights_program(tiling: Tiling, refs: WeightRefs, programs: int) -> 
     program = lax.axis_index("program")
     E, D, F = refs.out_EDF.shape
     rows, columns = pl.cdiv(D, tiling.rows), pl.cdiv(F, tiling.columns)
+    has_blocks = of_blocks(refs.scales)
 
     def place(index: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         index = index * programs + program
@@ -385,17 +429,29 @@ def grouped_weights_program(tiling: Tiling, refs: WeightRefs, programs: int) -> 
             plgpu.barrier_arrive(refs.masked.at[0])
             plgpu.barrier_wait(refs.masked.at[0])
 
-    def epilogue(index: jax.Array, warpgroup: jax.Array, sums: jax.Array, _: tuple) -> tuple:
+    def accumulate(index: jax.Array, span: tuple, warpgroup: jax.Array) -> tuple:
+        group, row, column = place(index)
+        step = lax.div(refs.starts_E[group], jnp.int32(BLOCK))
+        first = row + warpgroup * WARPGROUP_ROWS
+        left, right = refs.scales
+        scales = Scales(left, right, first, column, step, in_rows=True)
+        return add_blocks(tiling, refs.ring, span, warpgroup, scales)
+
+    def epilogue(index: jax.Array, warpgroup: jax.Array, sums: Any, _: tuple) -> tuple:
         group, row, column = place(index)
         rows = pl.ds(row + warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
         target = refs.out_EDF.at[group].at[rows, pl.ds(column, tiling.columns)]
+        if has_blocks:
+            store_parts(sums, refs.buffers.at[warpgroup], target)
+            return ()
         change = scaling(refs.scales, 0, row + warpgroup * WARPGROUP_ROWS, column)
         store(sums, refs.buffers.at[warpgroup], target, change)
         return ()
 
     count = item_count(E * rows * columns, program, programs)
     prepare = no_carry if refs.scales else mask
-    work = Work(count, item, epilogue, finish=finish_stores, prepare=prepare)
+    how = accumulate if has_blocks else None
+    work = Work(count, item, epilogue, finish=finish_stores, prepare=prepare, accumulate=how)
     run(tiling, refs.ring, work)
 
 

@@ -266,7 +266,8 @@ def measure_memory_bound(size: Sizes, name: str, width: int) -> dict:
 
 
 def grouped(size: Sizes) -> Iterator[Item]:
-    """Products of experts' weights with uneven groups of tokens, and all their gradients."""
+    """Products of experts' weights with uneven groups of tokens, and all their gradients; our
+    kernel also with blockwise scaling, quantization of both operands included."""
     for experts, tokens, width, out in size.experts:
         name = f"E{experts} T{tokens} {width}x{out}"
         yield name, functools.partial(measure_grouped, size, experts, tokens, width, out)
@@ -277,7 +278,8 @@ def measure_grouped(size: Sizes, experts: int, tokens: int, width: int, out: int
     import jax.numpy as jnp
     import numpy as np
 
-    from maxmeg.ops.experts.grouped_matmul import BACKENDS, grouped_matmul
+    from maxmeg.ops.experts.grouped_matmul import BACKENDS, FP8, grouped_matmul
+    from maxmeg.ops.quantized import BLOCK, Recipe
 
     shares = np.random.default_rng(0).dirichlet(np.full(experts, 4.0))
     bounds = np.round(np.cumsum(shares) * tokens).astype(np.int32)
@@ -286,15 +288,22 @@ def measure_grouped(size: Sizes, experts: int, tokens: int, width: int, out: int
     dense = jax.jit(jnp.matmul)  # one expert's weights for all: what the hardware can do
     forward: dict[str, Callable] = {"one matmul": lambda: dense(x_TD, w_EDF[0])}
     both: dict[str, Callable] = {}
-    for backend in size.backends("grouped", tuple(BACKENDS)):
+    backends = size.backends("grouped", tuple(BACKENDS))
+    blockwise = Recipe(backward=FP8, block=BLOCK, square=True, backend="mosaic")
+    kinds = {backend: (backend, None) for backend in backends}
+    if "mosaic" in backends:
+        kinds["mosaic blockwise"] = ("mosaic", blockwise)
+    for name, (backend, recipe) in kinds.items():
         if backend == "xla" and experts > 8:
             continue  # it multiplies every token with every expert
 
-        def product(x_TD, w_EDF, backend=backend):
-            return grouped_matmul(x_TD, w_EDF, sizes_E, backend=backend)
+        def product(x_TD, w_EDF, backend=backend, recipe=recipe):
+            codes = recipe and recipe.weights(jax.lax.stop_gradient(w_EDF), None)
+            how = {"codes": codes, "recipe": recipe, "backend": backend}
+            return grouped_matmul(x_TD, w_EDF, sizes_E, **how)
 
-        forward[backend] = functools.partial(jax.jit(product), x_TD, w_EDF)
-        both[backend] = functools.partial(with_gradients(product), (x_TD, w_EDF), slope_TF)
+        forward[name] = functools.partial(jax.jit(product), x_TD, w_EDF)
+        both[name] = functools.partial(with_gradients(product), (x_TD, w_EDF), slope_TF)
     flops = 2 * tokens * width * out
     found: dict = {}
     for name, calls, amount in (("forward", forward, flops), ("both", both, 3 * flops)):

@@ -93,8 +93,8 @@ class QuantizationConfig:
     backend: BlockBackend = setting(
         BlockBackend.auto,
         "xla: blockwise's products are of operands dequantized to 16 bits, so it saves memory and "
-        "communication but no time | mosaic: our kernel for Hopper multiplies the 8-bit operands; "
-        "it has not run on a GPU yet | auto: xla, or what benchmarks/gpu.py --choices has measured "
-        "to be faster",
+        "communication but no time | mosaic: our kernel for Hopper multiplies the 8-bit operands, "
+        "those of experts with model.moe.backend=batched or mosaic; it has not run on a GPU yet | "
+        "auto: xla, or what benchmarks/gpu.py --choices has measured to be faster",
         needs="recipe=blockwise",
     )

@@ -2,7 +2,8 @@
 
 The backend xla, which `Recipe.multiply` (ops/quantized.py) is, multiplies dequantized 16-bit
 numbers on any device. The backend mosaic (kernels/fp8_blockwise.py) multiplies the codes on Hopper
-GPUs. It has not been measured, so "auto" does not choose it before choices.json names it.
+GPUs, and so do experts' grouped products (ops/experts/grouped_matmul.py) in their backend mosaic.
+It has not been measured, so "auto" does not choose it before choices.json names it.
 """
 
 import functools

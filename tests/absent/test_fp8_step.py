@@ -101,9 +101,22 @@ def test_blockwise_multiplies_codes_and_dequantizes_none(folder):
     report, text = compiled("fsdp", QuantizationRecipe.blockwise, folder)
     assert report.kernels[OURS] == PRODUCTS * CASES["fsdp"][2] * LAYERS
     assert report.kernels["__cublas$lt$matmul"] == LOGITS
-    calls = re.findall(rf'target="{OURS}", operand_layout_constraints={{(\w+)\[.*?, (\w+)\[', text)
-    assert set(calls) == {("f8e4m3fn", "f8e4m3fn")}
+    assert multiplied(text) == {("f8e4m3fn", "f8e4m3fn")}
     assert not dequantized(text)
+
+
+def test_blockwise_experts_multiply_codes_too(folder):
+    report, text = compiled("experts", QuantizationRecipe.blockwise, folder)
+    projections = CASES["experts"][2] + 2 * 3  # experts in a first round of rows and in later ones
+    assert report.kernels[OURS] >= PRODUCTS * projections * LAYERS
+    assert multiplied(text) == {("f8e4m3fn", "f8e4m3fn")}
+    assert not dequantized(text)
+
+
+def multiplied(text: str) -> set[tuple[str, str]]:
+    """The dtypes of the operands of our kernels' products."""
+    pattern = rf'target="{OURS}", operand_layout_constraints={{(\w+)\[.*?, (\w+)\['
+    return set(re.findall(pattern, text))
 
 
 def test_a_dequantized_copy_is_noticed():

@@ -7,6 +7,7 @@ from maxmeg.kernels.mosaic import CONSUMER_REGISTERS
 
 GROUPED = ["mixtral-8k", "deepseek-64k", "qwen3-down-32k"]
 FP8 = ["mixtral-8k-fp8", "deepseek-64k-fp8"]
+FP8 += ["mixtral-8k-blockwise", "deepseek-down-64k-blockwise"]
 # M, N and K of Llama 3 8B's projections with 8,192 tokens, and small ones.
 BLOCKS = [
     *["blocks-8192-6144-4096", "blocks-8192-4096-14336", "blocks-200-384-256"],
@@ -17,18 +18,25 @@ ORDERS = ["MK-KN", "MK-NK", "KM-KN", "KM-NK"]
 COMPILE = """
 from maxmeg.kernels import fp8_blockwise, grouped_matmul, matmul
 from maxmeg.ops import backend
-from maxmeg.ops.experts.grouped_matmul import grouped_matmul as product
-from maxmeg.ops.quantized import Recipe
 
-backend.target_device = lambda: backend.Device("cuda", (9, 0))
+backend.target_device = lambda: backend.Device("cuda", (9, 0))  # before the ops import it
+
+from maxmeg.ops.experts.grouped_matmul import grouped_matmul as product
+from maxmeg.ops.quantized import BLOCK, Recipe
+
+RECIPES = {
+    "fp8": Recipe(),
+    "blockwise": Recipe(backward="float8_e4m3fn", block=BLOCK, square=True, backend="mosaic"),
+}
 
 def grouped(name):
-    case = grouped_matmul.TUNED_SHAPES[name.removesuffix("-fp8")]
+    shape, _, kind = name.rpartition("-")
+    recipe = RECIPES.get(kind)
+    case = grouped_matmul.TUNED_SHAPES[shape if recipe else name]
     x, w = array(case.tokens, case.inner), array(case.groups, case.inner, case.outer)
     sizes, slope = array(case.groups, dtype=jnp.int32), array(case.tokens, case.outer)
 
     def both(x, w, sizes, slope):
-        recipe = Recipe() if name.endswith("-fp8") else None
         codes = recipe.weights(w, jnp.max(jnp.abs(w))) if recipe else None
         how = dict(codes=codes, recipe=recipe, backend="mosaic")
         y, pull = jax.vjp(lambda x, w: product(x, w, sizes, **how), x, w)
@@ -87,7 +95,7 @@ def test_nothing_grows_with_rows_times_groups(compiled, name: str):
 @pytest.mark.parametrize("name", FP8)
 def test_fp8_keeps_no_more_than_its_operands(compiled, name: str):
     """In one byte each, forward and backward; the weights in both orders; and scales."""
-    case = TUNED_SHAPES[name.removesuffix("-fp8")]
+    case = TUNED_SHAPES[name.rpartition("-")[0]]
     rows = case.tokens * (case.inner + case.outer)
     weights = 2 * case.groups * case.inner * case.outer
     assert compiled[name][0] <= 1.05 * (rows + weights) + MIB

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from interpreted import WRITES_PAST_THE_END, interpret
+from interpreted import WRITES_PAST_THE_END, interpret, read_the_next_tiles
 from maxmeg.kernels import matmul as kernel
 from maxmeg.kernels.matmul import Tiling, item_count, tile_place
 
@@ -63,12 +63,7 @@ def test_product_without_a_race(name: str, monkeypatch):
 
 
 def test_a_tile_that_was_not_waited_for_is_a_race(monkeypatch):
-    real = kernel.tiles_at
-
-    def next_ones(tiling, ring, place, warpgroup):
-        return real(tiling, ring, place + 1, warpgroup)
-
-    monkeypatch.setattr(kernel, "tiles_at", next_ones)
+    read_the_next_tiles(monkeypatch, kernel)
     assert product(CASES["more steps than slots"], monkeypatch, plainly=True)[1]
 
 

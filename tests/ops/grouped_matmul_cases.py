@@ -52,6 +52,7 @@ CASES = {
     "fp8": Case((3, 70, 0, 130, 13), recipe="tensorwise"),
     "fp8, rows after the last": Case((30, 0, 50), rest=60, inner=384, recipe="tensorwise"),
     "blockwise": Case((3, 70, 0, 130, 13), rest=60, recipe="blockwise"),
+    "blockwise, several blocks": Case((300, 0, 50), 60, 384, 256, recipe="blockwise"),
     "mxfp8": Case((3, 70, 0, 130, 13), rest=60, inner=64, outer=96, recipe="mxfp8"),
 }
 
@@ -131,8 +132,10 @@ def e4m3(array: np.ndarray, axes, size: int) -> np.ndarray:
 
 
 def run(case: Case, arrays: list, sizes, backend: str, jit=jax.jit) -> dict[str, np.ndarray]:
-    """What a backend gives for `expected`; a call that it refuses raises ValueError."""
+    """What a backend gives for `expected`; a call that it refuses raises ValueError. Where it can
+    multiply codes of blocks, it does."""
     recipe = RECIPES[case.recipe]
+    recipe = recipe and dataclasses.replace(recipe, backend=backend)
 
     def both(x, w, slope, sizes):
         def call(x, w):

@@ -28,7 +28,7 @@ from maxmeg.ops.experts.grouped_matmul import FP8, grouped_matmul, in_rows
 from maxmeg.ops.quantized import Recipe
 
 FINITE_DIFFERENCES = 2e-3  # float32, steps of 1e-2
-EIGHT_BITS = ("fp8", "fp8, rows after the last", "blockwise", "mxfp8")
+EIGHT_BITS = ("fp8", "fp8, rows after the last", "blockwise", "mxfp8", "blockwise, several blocks")
 ROUNDED = ("odd sizes", "rows after the last", *EIGHT_BITS)
 
 
@@ -143,6 +143,22 @@ def test_unmeasured_kernels_are_run_by_name_only(monkeypatch, caplog):
     assert caplog.messages == ["grouped_matmul backend: xla"]
     text = jax.make_jaxpr(functools.partial(grouped_matmul, backend="mosaic"))(*call)
     assert "ragged_dot" not in str(text) and "grouped_rows" in str(text)
+
+
+@pytest.mark.parametrize("named", ["auto", "xla", "mosaic"])
+def test_the_kernel_gets_codes_of_blocks_where_it_is_named(named: str, monkeypatch):
+    for place in (choice, module):
+        monkeypatch.setattr(place, "target_device", lambda: Device("cuda", (9, 0)))
+    recipe = Recipe(block=128, square=True, backend=named)
+
+    def call(x, w, sizes):
+        codes = recipe.weights(w, None)
+        return grouped_matmul(x, w, sizes, codes=codes, recipe=recipe, backend="mosaic")
+
+    x, w, sizes = struct(17, 128), struct(3, 128, 128), struct(3, dtype=jnp.int32)
+    text = str(jax.make_jaxpr(call)(x, w, sizes))
+    is_read = [f"Ref<gmem>{{{dtype}[3,128,128]}}" in text for dtype in ("f8_e4m3fn", "bf16")]
+    assert is_read == [named == "mosaic", named != "mosaic"]
 
 
 REFUSED = [

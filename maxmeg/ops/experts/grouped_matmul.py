@@ -2,7 +2,8 @@
 
 A backend (ops/backend.py) has `refuses(x, w, sizes, fp8, device)`, the reason why it cannot run a
 call, and two products: `rows(x, w, sizes, scales, order)`, each row times its group's matrix, and
-`weights(x, y, sizes, scales)`, x^T y over each group's rows. With scales, operands are 8-bit codes.
+`weights(x, y, sizes, scales)`, x^T y over each group's rows. With scales, operands are 8-bit codes;
+only mosaic takes scales of blocks.
 
 In 8 bits (ops/quantized.py) each product quantizes its operands along the dimension it sums over:
 forward and input gradient along rows, the gradient of w along the tokens of a group.
@@ -15,8 +16,9 @@ forward and input gradient along rows, the gradient of w along the tokens of a g
 - Delayed scaling (ops/delayed.py): x and gradients also have one scale for all experts, with which
   they are rounded once, for both of their products.
 - Scales of blocks (blockwise, mxfp8): for the gradient of w every group is padded with zeros to
-  whole blocks, so that no block has rows of two groups. No backend multiplies these codes: they are
-  dequantized, and products are of 16 bits.
+  whole blocks, so that no block has rows of two groups. The backend mosaic multiplies the codes of
+  blockwise where dense layers do (ops/block_matmul.py). Else they are dequantized, and products are
+  of 16 bits.
 """
 
 import dataclasses
@@ -29,10 +31,11 @@ from jax.tree_util import Partial
 from jaxtyping import Array, Float, Int
 
 from maxmeg.ops import delayed
-from maxmeg.ops.backend import pick
+from maxmeg.ops.backend import pick, target_device
 from maxmeg.ops.experts import grouped_matmul_mosaic, grouped_matmul_xla
 from maxmeg.ops.experts.aligned_groups import align_groups, aligned_sizes
 from maxmeg.ops.quantized import (
+    BLOCK,
     Quantized,
     Recipe,
     biased_exponents,
@@ -97,14 +100,26 @@ def multiply(
 ) -> Array:
     """Rows by `in_rows` times matrices [E, K, N] (order "KN") or [E, N, K] ("NK")."""
     rows, (x_codes_TK, exponents), (w_codes, scale) = BACKENDS[backend].rows, x, w
-    if recipe.block:
+    if not multiplies_codes(recipe, backend):
         left, right = (recipe.wide(each, exact(dtype)) for each in (x, w))
         return rows(left, right, sizes_E, (), order).astype(dtype)
-    live_T = jnp.arange(x_codes_TK.shape[0]) < jnp.sum(sizes_E)
-    scale_T = jnp.where(live_T, power_of_two(exponents[:, 0]), 0.0)
+    live_T1 = jnp.arange(x_codes_TK.shape[0])[:, None] < jnp.sum(sizes_E)
+    scale_TK = jnp.where(live_T1, power_of_two(exponents), 0.0)
     w_codes = w_codes if order == "NK" else w_codes.swapaxes(1, 2)
-    scales = scale_T, jnp.broadcast_to(scale, w_codes.shape[:2])
+    if recipe.block:
+        blocks = power_of_two(scale if order == "NK" else scale.swapaxes(1, 2))
+        scales = scale_TK, blocks
+    else:
+        scales = scale_TK[:, 0], jnp.broadcast_to(scale, w_codes.shape[:2])
     return rows(x_codes_TK, w_codes, sizes_E, scales, "NK").astype(dtype)
+
+
+def multiplies_codes(recipe: Recipe, backend: str) -> bool:
+    """Whether a backend's products are of codes, not of dequantized numbers."""
+    if not recipe.block:
+        return True
+    on_kernel = backend == "mosaic" and recipe.block == BLOCK
+    return on_kernel and recipe.multiplies_codes_on(target_device())
 
 
 def in_rows(x_TK: Array, recipe: Recipe, dtype: str) -> Quantized:
@@ -130,8 +145,10 @@ def multiply_columns(
     weights = BACKENDS[backend].weights
     if not recipe.block:
         return weights(x[0], y[0], sizes_E, (x[1], y[1])).astype(dtype)
-    left, right = (recipe.wide(each, exact(dtype)) for each in (x, y))
-    return weights(left, right, aligned_sizes(sizes_E, recipe.block), ()).astype(dtype)
+    left, right, scales = x[0], y[0], (power_of_two(x[1]), power_of_two(y[1]))
+    if not multiplies_codes(recipe, backend):
+        left, right, scales = recipe.wide(x, exact(dtype)), recipe.wide(y, exact(dtype)), ()
+    return weights(left, right, aligned_sizes(sizes_E, recipe.block), scales).astype(dtype)
 
 
 def delayed_product(

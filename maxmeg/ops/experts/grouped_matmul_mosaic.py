@@ -27,7 +27,7 @@ def refuses(x_TD, w_EDF, sizes_E, fp8: bool, device: Device) -> str:
 
 @functools.partial(jax.jit, static_argnames="order")
 def rows(x_TK: jax.Array, w: jax.Array, sizes_E: jax.Array, scales: tuple, order: str) -> jax.Array:
-    """Each row times its group's matrix; scales: of rows and columns, for fp8."""
+    """Each row times its group's matrix; scales: of rows and columns or of blocks, for fp8."""
     dtype = jnp.bfloat16 if scales else x_TK.dtype
     grouped_rows = kernel_module("grouped_matmul").grouped_rows
     return grouped_rows(x_TK, w, sizes_E, scales, right=order, out_dtype=dtype)
@@ -36,11 +36,14 @@ def rows(x_TK: jax.Array, w: jax.Array, sizes_E: jax.Array, scales: tuple, order
 @jax.jit
 def weights(x_TD: jax.Array, y_TF: jax.Array, sizes_E: jax.Array, scales: tuple) -> jax.Array:
     """x^T y of each group's rows, in the dtype of x; zeros for an empty group. scales: of the
-    columns of both, for fp8. Tensor cores read 8-bit operands along the dimension that is summed:
-    codes are transposed, and groups padded to whole steps of the kernel."""
+    columns of both, for fp8, or of blocks of groups that begin at whole ones. Tensor cores read
+    8-bit operands along the dimension that is summed: codes are transposed, and groups padded to
+    whole steps of the kernel."""
     kernels = kernel_module("grouped_matmul")
     if not scales:
         return kernels.grouped_weights(x_TD, y_TF, sizes_E, out_dtype=x_TD.dtype)
-    depth = kernels.FP8_WEIGHTS_TILING.depth
-    x_DR, y_FR = (align_groups(codes, sizes_E, depth).T for codes in (x_TD, y_TF))
-    return kernels.grouped_weights(x_DR, y_FR, aligned_sizes(sizes_E, depth), scales)
+    if not kernels.of_blocks(scales):
+        depth = kernels.FP8_WEIGHTS_TILING.depth
+        x_TD, y_TF = (align_groups(codes, sizes_E, depth) for codes in (x_TD, y_TF))
+        sizes_E = aligned_sizes(sizes_E, depth)
+    return kernels.grouped_weights(x_TD.T, y_TF.T, sizes_E, scales)
