@@ -60,10 +60,10 @@ def map_variables(function: Callable[..., tuple], *trees) -> tuple:
     return tuple(jax.tree.unflatten(structure, column) for column in columns)
 
 
-def without_matrix(variable: nnx.Variable, value, dims: int) -> nnx.Variable:
-    """A variable of `value`, whose shape has `dims` dimensions in place of the matrices of
-    `variable`. These are not sharded but by ZeRO-1; stacks are sharded as before."""
-    axes = (*variable.get_metadata("axes")[:-2], *[None] * dims)
+def without_matrix(variable: nnx.Variable, value) -> nnx.Variable:
+    """A variable of `value`, whose shape has one dimension in place of the matrices of `variable`.
+    It is not sharded but by ZeRO-1; stacks are sharded as before."""
+    axes = (*variable.get_metadata("axes")[:-2], None)
     return variable.replace(value, axes=axes, sizes=(), num_kv_heads=0)
 
 

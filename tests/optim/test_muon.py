@@ -20,7 +20,7 @@ from maxmeg.parallel.trainable import trained
 from maxmeg.step import make_train_step
 
 SAME_UPDATE = 1e-5  # of the largest; orthogonalizing amplifies rounding of the gradients
-SAME_GRADIENT = 1e-5  # absolute, of updates up to 1.5: five float32 iterations amplify rounding
+SAME_GRADIENT = 1e-6  # of updates up to 1.5, from equal gradients
 EXACT = {"dtype": DType.float32}
 
 
@@ -168,7 +168,9 @@ def on_one_device() -> dict:
 
 def updates_of_weights(parallel: dict, per_head: bool) -> dict:
     """Muon's updates with the weights in place of gradients, which are the same on every mesh."""
-    config = tiny(MODEL, {"micro_batch_size": int("pipe" in parallel)}, **parallel)
+    model = MODEL | {"num_layers": 16, "layers": "*(attention,moe)"}
+    train = {"micro_batch_size": int("pipe" in parallel)}
+    config = tiny(model, train, **parallel)
     config.optim = OptimConfig(Optimizer.muon, muon=MuonConfig(per_head=per_head, **EXACT))
     mesh = mesh_of(config)
     optimizer, _, state = tiny_state(config, mesh)
@@ -184,6 +186,8 @@ def updates_of_weights(parallel: dict, per_head: bool) -> dict:
 @pytest.mark.slow
 @pytest.mark.parametrize("per_head", [False, True])
 def test_equal_gradients_give_equal_updates_on_every_mesh(per_head):
+    """Of 16 layers each device has at least 4: XLA's products of fewer matrices round differently
+    on CPUs, which the iterations amplify (by 5e-6 instead)."""
     expected = updates_of_weights({}, per_head)
 
     def compare(a, b):
