@@ -69,7 +69,7 @@ STATES = {
     "soap": ({"optimizer": Optimizer.soap}, {"fsdp": 2, "tensor": 2}),
     "piped soap": (
         {"optimizer": Optimizer.soap, "moments": Moments.bfloat16},
-        PIPED | {"zero1": False},
+        PIPED | {"data": 2},
     ),
     "clipped": (
         {"qk_clip": QkClipConfig(1e-3), "ema": EmaConfig(0.9), "masters": Masters.remainders},

@@ -136,10 +136,9 @@ def test_heads_of_projections_have_these_parts(layers):
     assert found == PARTS[layers]
 
 
-MODEL = {
-    **{"num_layers": 4, "layers": "*(mla,moe)", "moe.num_experts": 4, "moe.top_k": 2},
-    **{"mla.kv_rank": 16, "mla.query_rank": 16, "mla.rotary_size": 4},
-}
+EXPERTS = {"layers": "*(attention,moe)", "moe.num_experts": 4, "moe.top_k": 2}
+LATENT = {"mla.kv_rank": 16, "mla.query_rank": 16, "mla.rotary_size": 4}
+MODEL = EXPERTS | LATENT | {"num_layers": 4, "layers": "*(mla,moe)"}
 MESHES = [
     {"data": 2, "fsdp": 2, "tensor": 2},
     {"pipe": 2, "expert": 2, "fsdp": 2, "micro_batch_size": 2},
@@ -168,7 +167,7 @@ def on_one_device() -> dict:
 
 def updates_of_weights(parallel: dict, per_head: bool) -> dict:
     """Muon's updates with the weights in place of gradients, which are the same on every mesh."""
-    model = MODEL | {"num_layers": 16, "layers": "*(attention,moe)"}
+    model = EXPERTS | {"num_layers": 16}
     train = {"micro_batch_size": int("pipe" in parallel)}
     config = tiny(model, train, **parallel)
     config.optim = OptimConfig(Optimizer.muon, muon=MuonConfig(per_head=per_head, **EXACT))
