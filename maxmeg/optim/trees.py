@@ -6,14 +6,7 @@ from collections.abc import Callable
 import jax
 from flax import nnx
 
-from maxmeg.parallel.rules import (
-    FACTOR,
-    MATRIX,
-    STACKING_AXES,
-    Side,
-    is_variable,
-    logical_axes,
-)
+from maxmeg.parallel.rules import FACTOR, MATRIX, STACKING_AXES, Side, is_variable, logical_axes
 
 OF_LAYERS = ("stack", "mtp")  # parts of a model with matrices that Muon and SOAP update
 

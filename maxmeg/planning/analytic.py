@@ -309,8 +309,8 @@ def ends_seconds(work: Workload, cluster: Cluster) -> float:
 
 def update_seconds(work: Workload, cluster: Cluster) -> float:
     """Seconds of the optimizer, once per step: it reads gradients, masters and moments, writes
-    masters and moments, and casts the weights. Those of Newton-Schulz iterations and SOAP's products
-    too."""
+    masters and moments, and casts the weights. Those of Newton-Schulz iterations too, and of SOAP's
+    products and decompositions."""
     moved = sum(
         3 * FLOAT32 * shard.stored
         + 2 * (moment_bytes(work, shard) + average_bytes(work, shard))
