@@ -66,6 +66,11 @@ STATES = {
     "muon": ({"optimizer": Optimizer.muon, "ema": EmaConfig(0.9)}, {"fsdp": 2, "tensor": 2}),
     "piped muon": ({"optimizer": Optimizer.muon}, PIPED | {"data": 2, "zero1": True}),
     "adafactor": ({"optimizer": Optimizer.adafactor}, {"fsdp": 2}),
+    "soap": ({"optimizer": Optimizer.soap}, {"fsdp": 2, "tensor": 2}),
+    "piped soap": (
+        {"optimizer": Optimizer.soap, "moments": Moments.bfloat16},
+        PIPED | {"data": 2},
+    ),
     "clipped": (
         {"qk_clip": QkClipConfig(1e-3), "ema": EmaConfig(0.9), "masters": Masters.remainders},
         PIPED | {"fsdp": 2},

@@ -6,7 +6,6 @@ from maxmeg.config.context import KINDS
 from maxmeg.config.mixers import QkNorm
 from maxmeg.config.model import DType, Position
 from maxmeg.config.optimizers import Group, NewtonSchulz
-from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.schema import (
     Config,
     LossScaleConfig,
@@ -53,13 +52,6 @@ def optim_problems(config: Config) -> Iterator[str]:
             "muP has rules for the rates of adamw, lion, sgd, muon, and adafactor without "
             "scale_by_parameter: choose one of them, or set base_hidden_size=0"
         )
-    if optim.optimizer is Optimizer.soap:
-        yield from soap_problems(config.parallel)
-        if optim.offload:
-            yield (
-                "optim.offload=true with optim.optimizer=soap: that its update layer by layer is "
-                "the same has not been tested; set offload=false, or choose another optimizer"
-            )
     if config.model.dtype is DType.float16:
         if config.train.rerun_bad_steps:
             yield (
@@ -77,19 +69,6 @@ def optim_problems(config: Config) -> Iterator[str]:
             f"optim.loss_scale has no effect with model.dtype={config.model.dtype.name}: set "
             "model.dtype=float16, or leave it at its defaults"
         )
-
-
-def soap_problems(parallel: ParallelConfig) -> Iterator[str]:
-    """Yield the settings that shard a matrix over devices, which SOAP needs whole."""
-    layout = {"fsdp": (parallel.fsdp, 1), "tensor": (parallel.tensor, 1)}
-    layout |= {"zero1": (parallel.zero1, False)}
-    for name, (value, whole) in layout.items():
-        if value != whole:
-            yield (
-                f"parallel.{name}={str(value).lower()} with optim.optimizer=soap shards matrices, "
-                f"of which SOAP needs the whole: set {name}={str(whole).lower()}; data, pipe, "
-                "expert and context do not shard them"
-            )
 
 
 def qk_clip_problems(config: Config) -> Iterator[str]:

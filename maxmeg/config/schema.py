@@ -206,8 +206,8 @@ class OptimConfig:
     offload: bool = setting(
         False,
         "keep float32 masters (or the remainders of masters=remainders), the optimizer's state and "
-        "averages in pinned host memory; the device updates one layer at a time, with muon as many "
-        "as a stage has devices",
+        "averages in pinned host memory; the device updates one layer at a time, with muon and "
+        "soap as many as a stage has devices",
         "--offload-optimizer-states, --optimizer-cpu-offload",
     )
     clip_norm: float = setting(1.0, "global gradient norm limit; 0: off", "--clip-grad", at_least=0)

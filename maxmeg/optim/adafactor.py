@@ -42,7 +42,7 @@ def scale_by_adafactor(config: AdafactorConfig) -> optax.GradientTransformation:
             if not has_matrices(p):
                 return mu, zeros, none, none
             rows, columns = (jnp.zeros((*p.shape[:-2], p.shape[dim])) for dim in (-2, -1))
-            return mu, none, without_matrix(p, rows, 1), without_matrix(p, columns, 1)
+            return mu, none, without_matrix(p, rows), without_matrix(p, columns)
 
         return AdafactorState(jnp.int32(0), *map_variables(one, params))
 

@@ -38,7 +38,7 @@ def make_optimizer(
         Optimizer.lion: lambda: optax.scale_by_lion(config.beta1, config.beta2),
         Optimizer.adafactor: lambda: scale_by_adafactor(config.adafactor),
         Optimizer.muon: lambda: scale_by_muon(config, mesh, zero1),
-        Optimizer.soap: lambda: scale_by_soap(config, mesh),
+        Optimizer.soap: lambda: scale_by_soap(config, mesh, zero1),
     }
     direction = directions[config.optimizer]()
     return stored(optax.chain(direction, descend(config, width)), config.moments)

@@ -6,14 +6,14 @@ it) and each expert is a matrix.
 AdamW updates embeddings, output layers, convolutions and vectors.
 
 Newton-Schulz iterations need whole matrices, but fsdp, tensor and ZeRO-1 shard the momentum inside
-of them. `orthogonalized` therefore gives each device the whole matrices of some layers (an
-all-to-all for each sharded dimension), iterates, and returns the results to the shards.
+of them: devices exchange them (optim/whole_matrices.py).
 """
 
+import functools
 import itertools
 import math
 import typing
-from collections.abc import Callable
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -25,10 +25,9 @@ from jax.sharding import Mesh
 from maxmeg.config.optimizers import MuonConfig, MuonScale, NewtonSchulz
 from maxmeg.config.schema import OptimConfig
 from maxmeg.optim.trees import part
-from maxmeg.parallel import collectives
-from maxmeg.parallel.mesh import MESH_AXES, TENSOR_AXES
-from maxmeg.parallel.rules import is_variable, storage_axes, storage_specs
-from maxmeg.parallel.spmd import spmd
+from maxmeg.optim.whole_matrices import Axes, on_whole_matrices
+from maxmeg.parallel.mesh import TENSOR_AXES
+from maxmeg.parallel.rules import is_variable
 from maxmeg.parallel.trainable import joined
 
 EPSILON = 1e-15  # smallest Frobenius norm
@@ -124,77 +123,36 @@ def scale_by_muon(
 
 
 def orthogonalized(tree, muon: MuonConfig, mesh: Mesh | None, zero1: bool):
-    """The matrices [(layers, experts,) in, out] of a tree of variables, each orthogonalized."""
-    if mesh is None:
+    """The matrices [(layers, experts,) in, out] of a tree of variables, each orthogonalized. They
+    are exchanged in `muon.dtype`."""
 
-        def one(variable: nnx.Variable) -> nnx.Variable:
-            if (x := variable.get_value()) is None:
-                return variable
-            return variable.replace(direction(x, parts(variable, muon), muon))
+    def one(variable: nnx.Variable) -> nnx.Variable:
+        if (x := variable.get_value()) is None:
+            return variable
+        widths = parts(variable, muon)
+        exchanged = functools.partial(exchanged_over, columns=variable.shape[-1], parts=widths)
 
-        return jax.tree.map(one, tree, is_leaf=is_variable)
-    specs = storage_specs(tree, mesh, zero1)
-    variables = [v for v in jax.tree.leaves(tree, is_leaf=is_variable) if v.get_value() is not None]
-    hows = [(storage_axes(v, mesh, zero1), parts(v, muon), muon) for v in variables]
+        def directions(x: jax.Array) -> tuple[jax.Array]:
+            return (direction(x, widths, muon).astype(x.dtype),)
 
-    def local(tree):
-        leaves, structure = jax.tree.flatten(tree)
-        pairs = zip(leaves, hows, strict=True)
-        return jax.tree.unflatten(structure, [of_shard(x, *how) for x, how in pairs])
+        small = [variable.replace(x.astype(muon.dtype.value))]
+        (found,) = on_whole_matrices(directions, small, mesh, zero1, exchanged)
+        return found.replace(found.get_value().astype(jnp.float32))
 
-    return spmd(local, mesh, (specs,), specs)(tree)
-
-
-def of_shard(
-    x: jax.Array, axes: list[tuple[str, ...]], parts: tuple[int, ...], muon: MuonConfig
-) -> jax.Array:
-    """Orthogonalize sharded matrices: this device's shard [..., in, out] of them and of the result.
-
-    axes: the mesh axes that shard each dimension. parts: as in `direction`. Devices with the same
-    shard divide the matrices among them too, as long as there are enough matrices for all.
-    """
-    stacked, sizes = x.shape[:-2], x.shape[-2:]
-    cut_axes = axes[-2], exchanged_over(axes[-1], sizes[-1], parts, count)
-    cuts = [(names, dim) for dim, names in enumerate(cut_axes, 1) if count(names) > 1]
-    whole = [size * count(names) for size, names in zip(sizes, cut_axes, strict=True)]
-    number, devices = math.prod(stacked), math.prod(count(names) for names, _ in cuts)
-    copies = copied_over(set(itertools.chain(*axes)), devices, number, count)
-    step = devices * count(copies)
-    x = x.reshape(number, *sizes).astype(muon.dtype.value)
-    x = jnp.pad(x, ((0, -number % step), (0, 0), (0, 0)))
-    if copies:
-        x = collectives.local_part(x, copies, 0)
-    for names, dim in cuts:
-        x = collectives.exchange(x, names, 0, dim)
-    assert x.shape[1:] == tuple(whole)
-    x = direction(x, parts, muon).astype(x.dtype)
-    for names, dim in reversed(cuts):
-        x = collectives.exchange(x, names, dim, 0)
-    x = collectives.gather(x, copies, 0)[:number].reshape(*stacked, *sizes)
-    return x.astype(jnp.float32)
+    return jax.tree.map(one, tree, is_leaf=is_variable)
 
 
 def exchanged_over(
-    names: tuple[str, ...], columns: int, parts: tuple[int, ...], count: Callable
-) -> tuple[str, ...]:
+    names: Axes, sizes: Mapping[str, int], columns: int, parts: tuple[int, ...]
+) -> Axes:
     """The mesh axes over which devices exchange columns of matrices, out of the axes `names` that
     shard them: not over tensor if the devices along it have whole heads.
 
-    columns: of a shard. parts: as in `direction`. count: axes -> number of devices.
+    sizes: of the mesh axes. columns: of the parameter. parts: as in `direction`.
     """
+    over_tensor = math.prod(sizes[name] for name in names if name in TENSOR_AXES)
     others = tuple(name for name in names if name not in TENSOR_AXES)
-    return names if columns * count(others) % sum(parts) else others
-
-
-def copied_over(used: set[str], devices: int, number: int, count: Callable) -> tuple[str, ...]:
-    """The mesh axes along which devices with the same shard divide its `number` matrices, which
-    `devices` exchange with each other. used: the axes that shard them."""
-    copies = ()
-    for axis in MESH_AXES:
-        copied = axis not in used and count((axis,)) > 1
-        if copied and devices * count((*copies, axis)) <= number:
-            copies = (*copies, axis)
-    return copies
+    return names if columns // over_tensor % sum(parts) else others
 
 
 def parts(variable: nnx.Variable, muon: MuonConfig) -> tuple[int, ...]:
@@ -212,10 +170,6 @@ def direction(x: jax.Array, parts: tuple[int, ...], muon: MuonConfig) -> jax.Arr
     x = jnp.concatenate([factor(b.shape, muon) * newton_schulz(b, muon) for b in blocks], axis=-1)
     x = x.swapaxes(-3, -2)
     return x.reshape(*x.shape[:-2], -1)
-
-
-def count(names: tuple[str, ...]) -> int:
-    return collectives.axis_size(names)
 
 
 def factor(shape: tuple[int, ...], muon: MuonConfig) -> float:

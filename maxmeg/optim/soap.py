@@ -3,7 +3,7 @@
 Formulas are those of NVIDIA's Emerging-Optimizers, which Megatron-LM uses: the eigenbases are
 refined by one power iteration and a QR decomposition in every step, after `eigh` in the first one.
 Matrices of layers, of attention projections and of experts, each have their own; AdamW updates the
-rest. Each device needs whole matrices: config/optim_rules.py refuses layouts that shard them.
+rest. Each device updates whole matrices (optim/whole_matrices.py).
 """
 
 import typing
@@ -15,9 +15,9 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from maxmeg.config.schema import OptimConfig
-from maxmeg.optim.trees import map_variables, part, without_matrix
-from maxmeg.parallel.rules import storage_specs
-from maxmeg.parallel.spmd import spmd
+from maxmeg.optim.trees import factor, map_variables, part
+from maxmeg.optim.whole_matrices import on_whole_matrices
+from maxmeg.parallel.rules import Side
 from maxmeg.parallel.trainable import joined
 
 
@@ -35,19 +35,23 @@ class SoapState(typing.NamedTuple):
     right_basis: typing.Any
 
 
-def scale_by_soap(config: OptimConfig, mesh: Mesh | None = None) -> optax.GradientTransformation:
-    """The optax transform from gradients to update directions. mesh: None is a single device."""
+def scale_by_soap(
+    config: OptimConfig, mesh: Mesh | None = None, zero1: bool = False
+) -> optax.GradientTransformation:
+    """The optax transform from gradients to update directions.
+
+    mesh, zero1: how the parameters are sharded. mesh None: every device has whole parameters.
+    """
     beta1, beta2, factor_beta = config.beta1, config.beta2, config.soap.factor_beta
 
     def init(params) -> SoapState:
         zeros = jax.tree.map(jnp.zeros_like, params)
 
         def one(p: nnx.Variable) -> tuple:
-            sizes = (p.shape[-2], p.shape[-1]) * 2
-            shapes = [(*p.shape[:-2], size, size) for size in sizes]
-            arrays = [jnp.zeros(shape) for shape in shapes[:2]]
-            arrays += [jnp.broadcast_to(jnp.eye(shape[-1]), shape) for shape in shapes[2:]]
-            return tuple(without_matrix(p, array, 2) for array in arrays)
+            shapes = [(*p.shape[:-2], size, size) for size in p.shape[-2:]]
+            arrays = [jnp.zeros(shape) for shape in shapes]
+            arrays += [jnp.broadcast_to(jnp.eye(shape[-1]), shape) for shape in shapes]
+            return tuple(factor(p, a, side) for a, side in zip(arrays, [*Side] * 2, strict=True))
 
         return SoapState(jnp.int32(0), zeros, zeros, *map_variables(one, part(params, True)))
 
@@ -68,8 +72,7 @@ def scale_by_soap(config: OptimConfig, mesh: Mesh | None = None) -> optax.Gradie
             values = adam(*(v.get_value() for v in variables))
             return tuple(v.replace(x) for v, x in zip(variables, values, strict=True))
 
-        def of_matrix(*variables: nnx.Variable) -> tuple:
-            g, mu, nu, left, right, left_basis, right_basis = (v.get_value() for v in variables)
+        def of_matrices(g, mu, nu, left, right, left_basis, right_basis) -> tuple:
             mu = left_basis @ mu @ transposed(right_basis)
             of_left, of_right = g, transposed(g)
             if config.soap.kl:
@@ -84,21 +87,14 @@ def scale_by_soap(config: OptimConfig, mesh: Mesh | None = None) -> optax.Gradie
             mu, g = (transposed(left_basis) @ x @ right_basis for x in (mu, g))
             u, mu, nu = adam(g, mu, nu)
             u = left_basis @ u @ transposed(right_basis)
-            values = u, mu, nu, left, right, left_basis, right_basis
-            return tuple(v.replace(x) for v, x in zip(variables, values, strict=True))
+            return u, mu, nu, left, right, left_basis, right_basis
+
+        def of_matrix(*variables: nnx.Variable) -> tuple:
+            with jax.default_matmul_precision("highest"):
+                return on_whole_matrices(of_matrices, variables, mesh, zero1)
 
         trees = [part(tree, True) for tree in (updates, state.mu, state.nu)]
-        trees = (*trees, *state[3:])
-
-        def matrices(*trees) -> tuple:
-            with jax.default_matmul_precision("highest"):
-                return map_variables(of_matrix, *trees)
-
-        if mesh is None or not jax.tree.leaves(trees):
-            found = matrices(*trees)
-        else:
-            specs = tuple(storage_specs(tree, mesh, zero1=False) for tree in trees)
-            found = spmd(matrices, mesh, specs, specs)(*trees)
+        found = map_variables(of_matrix, *trees, *state[3:])
         others = [part(tree, False) for tree in (updates, state.mu, state.nu)]
         rest = map_variables(of_vector, *others)
         u, mu, nu = (joined(a, b) for a, b in zip(found[:3], rest, strict=True))

@@ -2,8 +2,8 @@
 
 With `optim.offload`, float32 masters or their remainders, moments and averages are stored in pinned
 host memory. A loop over the layers of each stack copies the arrays of one layer to the device,
-updates them, and writes them back in place; with Muon those of as many layers as give each device
-a matrix. Parameters outside of stacks are updated together.
+updates them, and writes them back in place; with Muon and SOAP those of as many layers as give each
+device a matrix. Parameters outside of stacks are updated together.
 """
 
 import dataclasses
@@ -57,7 +57,8 @@ def update(
     if not optim.offload:
         return run(gradients, old, aux)
     stages, layouts, new = mesh.shape["pipe"], orders(old.model), old
-    most = mesh.size // stages if optim.optimizer is Optimizer.muon else 1
+    has_whole = optim.optimizer in (Optimizer.muon, Optimizer.soap)  # optim/whole_matrices.py
+    most = mesh.size // stages if has_whole else 1
     for group in groups_of(old.model):
         layers, slices, place = {}, Slices(0), len(aux) - 1
         if group is not None:

@@ -6,6 +6,7 @@ Each parameter is an `nnx.Param`, and each state of a layer another `nnx.Variabl
 """
 
 import dataclasses
+import enum
 import itertools
 import math
 
@@ -38,6 +39,16 @@ FSDP_AXES = ("fsdp",)
 ZERO1_AXES = ("pipe", "data", "expert", "context")  # ZeRO-1 shards what they replicate
 STACKING_AXES = ("layers", "expert")  # dimensions along which whole parameters are stacked
 BLOCK_SIZE = "block_size"  # metadata of scales: elements along the last dimension with one scale
+FACTOR = "factor"  # metadata of factors: the Side
+MATRIX = "matrix"  # metadata of factors: the shape (m, n) of the matrix
+
+
+class Side(enum.Enum):
+    """A factor is an array [..., m, m] (left) or [..., n, n] (right) of an optimizer's state for
+    parameters [..., m, n], with the metadata of the parameter."""
+
+    left = "left"
+    right = "right"
 
 
 def is_variable(node) -> bool:
@@ -169,7 +180,7 @@ class Cut:
     axes: tuple[str, ...]
 
 
-def zero1_cut(variable: nnx.Variable, mesh: Mesh) -> Cut | None:
+def zero1_cut(variable: nnx.Variable, mesh: Mesh | AbstractMesh) -> Cut | None:
     """The Cut of ZeRO-1: over as many as possible of the devices that compute with the same shard
     of the parameter; tensor and fsdp replicate little but vectors. None without one.
 
@@ -198,18 +209,25 @@ def zero1_cut(variable: nnx.Variable, mesh: Mesh) -> Cut | None:
 
 
 def parameter_shape(variable: nnx.Variable) -> tuple[int, ...]:
-    """The shape of the variable or, if it holds the scales of a moment, of that moment."""
+    """The shape of the variable or, if it holds the scales of a moment, of that moment, or of the
+    parameter whose factor it is."""
     shape = variable.shape
+    if matrix := variable.get_metadata().get(MATRIX):
+        return (*shape[:-2], *matrix)
     if block := variable.get_metadata().get(BLOCK_SIZE):
         return (*shape[:-1], shape[-1] * block)
     return shape
 
 
-def storage_axes(variable: nnx.Variable, mesh: Mesh, zero1: bool) -> list[tuple[str, ...]]:
+def storage_axes(
+    variable: nnx.Variable, mesh: Mesh | AbstractMesh, zero1: bool
+) -> list[tuple[str, ...]]:
     """Mesh axes of each dimension of masters, moments and checkpoints, with ZeRO-1.
 
     Scales of blocks are sharded like their parameter, unless devices share blocks of the last
-    dimension: they then hold copies.
+    dimension: they then hold copies. Rows of a factor are sharded over the axes that shard its
+    parameter's rows and columns, in this order: over the longest run of them, from the first for
+    left factors, up to the last for right ones, whose devices divide the rows.
     """
     axes = mesh_axes(variable, mesh)
     cut = zero1_cut(variable, mesh) if zero1 else None
@@ -218,6 +236,12 @@ def storage_axes(variable: nnx.Variable, mesh: Mesh, zero1: bool) -> list[tuple[
     if axes and variable.get_metadata().get(BLOCK_SIZE):
         shards = math.prod(mesh.shape[axis] for axis in axes[-1])
         axes[-1] = axes[-1] if variable.shape[-1] % shards == 0 else ()
+    if side := variable.get_metadata().get(FACTOR):
+        every, size = (*axes[-2], *axes[-1]), variable.shape[-1]
+        starts = range(len(every) + 1)
+        runs = [every[n:] if side is Side.right else every[: len(every) - n] for n in starts]
+        fits = (run for run in runs if size % math.prod(mesh.shape[axis] for axis in run) == 0)
+        axes[-2:] = next(fits), ()
     return axes
 
 

@@ -53,11 +53,13 @@ from maxmeg.planning.cost.optimizer import (
     is_halved,
     moment_bytes,
     newton_schulz_flops,
+    soap_flops,
 )
 from maxmeg.planning.cost.workload import Shard, Workload, parameter_counts, workload
 from maxmeg.planning.hardware import (
     ATTENTION_BACKWARD_REACHED,
     ATTENTION_FORWARD_REACHED,
+    FLOAT32_SPEED,
     Cluster,
 )
 from maxmeg.planning.report import Analytic, Traffic
@@ -307,7 +309,8 @@ def ends_seconds(work: Workload, cluster: Cluster) -> float:
 
 def update_seconds(work: Workload, cluster: Cluster) -> float:
     """Seconds of the optimizer, once per step: it reads gradients, masters and moments, writes
-    masters and moments, and casts the weights. Those of Newton-Schulz iterations too."""
+    masters and moments, and casts the weights. Those of Newton-Schulz iterations too, and of SOAP's
+    products and decompositions."""
     moved = sum(
         3 * FLOAT32 * shard.stored
         + 2 * (moment_bytes(work, shard) + average_bytes(work, shard))
@@ -316,4 +319,5 @@ def update_seconds(work: Workload, cluster: Cluster) -> float:
         if shard.trained
     )
     products = newton_schulz_flops(work) / cluster.matmul_rate
+    products += soap_flops(work) / (cluster.matmul_rate * FLOAT32_SPEED)
     return moved / cluster.memory_rate + products

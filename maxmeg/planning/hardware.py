@@ -21,7 +21,10 @@ ATTENTION_BACKWARD_REACHED = 0.48
 LINK_REACHED = 0.80
 HOST_REACHED = 0.85  # of PCIe or NVLink-C2C, from pinned memory: an assumption
 NARROW_REACHED = 0.65  # of the peak in 8 and 4 bits: an assumption
-# The same of kernels/fp8_blockwise.py, an assumption: its tiles read up to 6.4 bytes from the L2
+# Of the rate of bf16 products: float32 ones without tensor cores (67 of 989 TFLOP/s on an H100).
+# That QR decompositions reach it is an assumption.
+FLOAT32_SPEED = 1 / 15
+# Of the peak: kernels/fp8_blockwise.py, an assumption. Its tiles read up to 6.4 bytes from the L2
 # cache per 1,000 FLOPs.
 BLOCKWISE_REACHED = 0.50
 

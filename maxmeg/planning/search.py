@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from maxmeg.config.parallel import ParallelConfig, Schedule
 from maxmeg.config.recompute import POLICIES
-from maxmeg.config.schema import Config, Optimizer
+from maxmeg.config.schema import Config
 from maxmeg.config.setting import declared_problems, with_fields
 from maxmeg.config.validate import axis_sizes, layout_problems, validate
 from maxmeg.ops.backend import Device
@@ -84,7 +84,7 @@ def search(config: Config, cluster: Cluster) -> list[Candidate]:
     single = _with(config, {**sizes, "expert_tensor": 0, **dependent, **PLAIN}, 1)
     validate(single, 1)
     candidates = fitting(config, cluster)
-    if not candidates and config.optim.optimizer is not Optimizer.soap:
+    if not candidates:
         config = with_fields(config, {"optim.offload": True})
         candidates = fitting(config, cluster)
     if not candidates:

@@ -251,8 +251,6 @@ BAD = [
         "optim.optimizer=adafactor; optim.moments=float8",
         "moments=float8 | adafactor.momentum=0.0 | above 0",
     ),
-    ("optim.optimizer=soap; parallel.zero1=true", "zero1=true | soap | set zero1=false"),
-    ("optim.optimizer=soap; parallel.fsdp=2; parallel.zero1=false", "fsdp=2 | set fsdp=1"),
     ("optim.ema.decay=1.0", "optim.ema.decay=1.0 | below 1"),
     ("optim.ema.decay=-0.5", "optim.ema.decay=-0.5 | at least 0"),
     ("optim.ema.validate=false", "validate | without optim.ema.decay"),
@@ -267,7 +265,7 @@ BAD = [
         "base_hidden_size=8 | no rule | model.bert",
     ),
     (
-        "model.mup.base_hidden_size=8; optim.optimizer=soap; parallel.fsdp=1; parallel.zero1=false",
+        "model.mup.base_hidden_size=8; optim.optimizer=soap",
         "optim.optimizer=soap | muP has rules for the rates of adamw",
     ),
     (

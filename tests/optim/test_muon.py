@@ -20,7 +20,7 @@ from maxmeg.parallel.trainable import trained
 from maxmeg.step import make_train_step
 
 SAME_UPDATE = 1e-5  # of the largest; orthogonalizing amplifies rounding of the gradients
-SAME_GRADIENT = 1e-5  # absolute, of updates up to 1.5: five float32 iterations amplify rounding
+SAME_GRADIENT = 1e-6  # of updates up to 1.5, from equal gradients
 EXACT = {"dtype": DType.float32}
 
 
@@ -136,10 +136,9 @@ def test_heads_of_projections_have_these_parts(layers):
     assert found == PARTS[layers]
 
 
-MODEL = {
-    **{"num_layers": 4, "layers": "*(mla,moe)", "moe.num_experts": 4, "moe.top_k": 2},
-    **{"mla.kv_rank": 16, "mla.query_rank": 16, "mla.rotary_size": 4},
-}
+EXPERTS = {"layers": "*(attention,moe)", "moe.num_experts": 4, "moe.top_k": 2}
+LATENT = {"mla.kv_rank": 16, "mla.query_rank": 16, "mla.rotary_size": 4}
+MODEL = EXPERTS | LATENT | {"num_layers": 4, "layers": "*(mla,moe)"}
 MESHES = [
     {"data": 2, "fsdp": 2, "tensor": 2},
     {"pipe": 2, "expert": 2, "fsdp": 2, "micro_batch_size": 2},
@@ -168,7 +167,9 @@ def on_one_device() -> dict:
 
 def updates_of_weights(parallel: dict, per_head: bool) -> dict:
     """Muon's updates with the weights in place of gradients, which are the same on every mesh."""
-    config = tiny(MODEL, {"micro_batch_size": int("pipe" in parallel)}, **parallel)
+    model = EXPERTS | {"num_layers": 16}
+    train = {"micro_batch_size": int("pipe" in parallel)}
+    config = tiny(model, train, **parallel)
     config.optim = OptimConfig(Optimizer.muon, muon=MuonConfig(per_head=per_head, **EXACT))
     mesh = mesh_of(config)
     optimizer, _, state = tiny_state(config, mesh)
@@ -184,6 +185,8 @@ def updates_of_weights(parallel: dict, per_head: bool) -> dict:
 @pytest.mark.slow
 @pytest.mark.parametrize("per_head", [False, True])
 def test_equal_gradients_give_equal_updates_on_every_mesh(per_head):
+    """Of 16 layers each device has at least 4: XLA's products of fewer matrices round differently
+    on CPUs, which the iterations amplify (by 5e-6 instead)."""
     expected = updates_of_weights({}, per_head)
 
     def compare(a, b):

@@ -17,9 +17,7 @@ from maxmeg.step import make_train_step
 RATE, DECAY = 0.1, 0.5
 STEPS = 4
 SAME_UPDATE = 2e-3  # root mean square error of an update, of its own
-SAME_BASES = (
-    1e-4  # of SOAP's updates, of the learning rate, where all devices have the same gradients
-)
+SAME_GRADIENT = 1e-6  # of SOAP's updates, of the largest, where all devices have equal gradients
 MODEL = {"num_layers": 3, "layers": "*(attention,moe)", "moe.num_experts": 4, "moe.top_k": 2}
 SHARDED = {"data": 2, "fsdp": 2, "tensor": 2}
 STACKED = {"pipe": 2, "pad_layers": True, "fsdp": 1, "expert": 2, "data": 2, "zero1": False}
@@ -181,7 +179,7 @@ def test_updates_on_a_mesh_are_those_of_one_device(optimizer, parallel):
 
 def soap_updates(parallel: dict) -> list[np.ndarray]:
     """SOAP's second updates of a model from random gradients, the same for every mesh."""
-    config = tiny({**MODEL, "num_layers": 4}, {"micro_batch_size": 2}, zero1=False, **parallel)
+    config = tiny({**MODEL, "num_layers": 16}, {"micro_batch_size": 2}, **parallel)
     config.optim = OptimConfig(Optimizer.soap, eps=1e-2)
     mesh = mesh_of(config)
     optimizer, _, state = tiny_state(config, mesh)
@@ -197,10 +195,15 @@ def soap_updates(parallel: dict) -> list[np.ndarray]:
 
 
 @pytest.mark.slow
-def test_soap_of_stacks_on_devices_is_that_of_one_device():
-    """From the same gradients: where these differ by rounding, so do eigenvectors of close
-    eigenvalues, much more."""
-    whole = soap_updates({"fsdp": 1})
-    found = soap_updates({"pipe": 2, "expert": 2, "data": 2, "fsdp": 1})
-    for update, expected in zip(found, whole, strict=True):
-        np.testing.assert_allclose(update, expected, atol=SAME_BASES * np.abs(expected).max())
+def test_soap_is_the_same_on_every_mesh():
+    """Of 16 layers each device has at least 4: XLA's products of fewer matrices round differently
+    on CPUs. Eigenvectors of close eigenvalues amplify rounding (by 1e-5 instead)."""
+    expected = soap_updates({"fsdp": 1})
+    for parallel in (
+        {"tensor": 4, "fsdp": 1},
+        {"fsdp": 4},
+        {"data": 4, "fsdp": 1},
+        {"pipe": 2, "expert": 2, "fsdp": 1, "zero1": False},
+    ):
+        for found, update in zip(soap_updates(parallel), expected, strict=True):
+            np.testing.assert_allclose(found, update, atol=SAME_GRADIENT * np.abs(update).max())

@@ -99,16 +99,18 @@ def assert_same_bits(found: dict, expected: dict) -> None:
 
 
 @pytest.mark.slow
-def test_checkpoints_hold_the_codes_and_restore_on_other_meshes(tmp_path):
+@pytest.mark.parametrize("optimizer", [Optimizer.adamw, Optimizer.soap])
+def test_checkpoints_hold_the_codes_and_restore_on_other_meshes(tmp_path, optimizer):
     """Also the masters: from them and back a run goes over all settings."""
-    first = Steps(config_of(SMALL))
+    optim = SMALL | {"optimizer": optimizer}
+    first = Steps(config_of(optim))
     before = first.run(range(2))
     assert {before[n].dtype.name for n in before if ".mu." in n} >= {"float8_e4m3fn", "float32"}
     saver = first.save(tmp_path)
     for mesh in MESHES.values():
-        other = Steps(config_of(SMALL, **mesh)).resumed(saver)
+        other = Steps(config_of(optim, **mesh)).resumed(saver)
         assert_same_bits(arrays_of(other.state), before)
-    again = Steps(config_of(SMALL)).resumed(saver)
+    again = Steps(config_of(optim)).resumed(saver)
     assert_same_bits(again.run(range(2, 4)), first.run(range(2, 4)))
 
 

@@ -85,8 +85,7 @@ def test_small_states_are_those_of_the_real_state(name):
     mesh = mesh_of(config)
     cases = [(Optimizer.adamw, Moments.float8), (Optimizer.muon, Moments.bfloat16)]
     cases += [(Optimizer.lion, Moments.float32), (Optimizer.adafactor, Moments.float8)]
-    if not config.parallel.zero1 or name in ("units", "uneven"):  # matrices are whole
-        cases.append((Optimizer.soap, Moments.float8))
+    cases.append((Optimizer.soap, Moments.float8))
     for optimizer, moments in cases:
         config.optim = OptimConfig(optimizer, moments=moments, masters=Masters.remainders)
         config.optim.ema.decay = 0.9 if moments is Moments.float8 else 0.0

@@ -69,7 +69,7 @@ def traffic(work: Workload, cluster: Cluster) -> tuple[Traffic, ...]:
         *_fsdp(work),
         *_data(work),
         *_pipe(work),
-        *_muon(work),
+        *_whole_matrices(work),
     ]
     timed = (_timed(entry, work, cluster) for entry in entries if entry.runs)
     return *timed, *context.traffic(work, cluster)
@@ -256,14 +256,17 @@ def _loss(work: Workload) -> Iterator[Traffic]:
     yield Traffic(" x ".join(axes), "sums of the loss", REDUCE, 2 * count, total, 0.0)
 
 
-def _muon(work: Workload) -> Iterator[Traffic]:
-    """Parts of matrices for whole ones, and back, in the dtype of the iterations."""
-    sizes: dict[tuple[str, ...], list[int]] = {}
-    for names, size in exchanged(work):
-        sizes.setdefault(names, []).append(size)
-    for names, each in sizes.items():
-        counted = 2 * len(each), 2 * sum(each)
-        yield Traffic(" x ".join(names), "parts of matrices (Muon)", ALL_TO_ALL, *counted, 0.0)
+def _whole_matrices(work: Workload) -> Iterator[Traffic]:
+    """Of Muon and SOAP: parts of matrices for whole ones and back, and results for devices with
+    copies."""
+    sizes: dict[tuple[bool, str], list[int]] = {}
+    for is_exchange, names, size in exchanged(work):
+        axes = dict.fromkeys("tensor" if name == "fold" else name for name in names)
+        sizes.setdefault((is_exchange, " x ".join(axes)), []).append(size)
+    for (is_exchange, axis), each in sizes.items():
+        kind, times = (ALL_TO_ALL, 2) if is_exchange else (GATHER, 1)
+        counted = times * len(each), times * sum(each)
+        yield Traffic(axis, "parts of matrices for the update", kind, *counted, 0.0)
 
 
 def _fsdp(work: Workload) -> Iterator[Traffic]:

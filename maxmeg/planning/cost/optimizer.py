@@ -1,21 +1,23 @@
 """Memory, FLOPs and communication of the optimizer's update (optim/*.py)."""
 
+import functools
 import itertools
 import math
-import typing
 from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh
+from flax import nnx
+from jax.sharding import AbstractMesh
 
 from maxmeg.config.schema import Masters, Moments, Optimizer
 from maxmeg.ops.delayed import OPERANDS
-from maxmeg.optim.muon import coefficients, copied_over, exchanged_over, parts
+from maxmeg.optim.muon import coefficients, exchanged_over, parts
 from maxmeg.optim.storage import block_size, has_remainder
-from maxmeg.optim.trees import is_matrix, without_matrix
+from maxmeg.optim.trees import factor, is_matrix, without_matrix
+from maxmeg.optim.whole_matrices import Plan, plan
 from maxmeg.parallel.mesh import MESH_AXES, mesh_shape
-from maxmeg.parallel.rules import has_matrices, is_exact, storage_axes
+from maxmeg.parallel.rules import Side, has_matrices, is_exact, storage_axes
 from maxmeg.planning.cost.loss import FLOAT32
 from maxmeg.planning.cost.workload import ITEMSIZE, Shard, Workload, padded
 
@@ -72,23 +74,36 @@ def stored_of_others(work: Workload, shard: Shard) -> Iterator[int]:
     """Numbers of elements on a device of arrays of other shapes than the parameter's: Adafactor's
     means of rows and columns, SOAP's factors and eigenbases."""
     kind, parameter = work.config.optim.optimizer, shard.parameter
+    mesh, variable = abstract_mesh(work), on_all_devices(work, shard)
     if kind is Optimizer.adafactor and has_matrices(parameter.variable):
-        ranks = (1,)
+        shapes = [(*variable.shape[:-2], size) for size in variable.shape[-2:]]
+        others = [without_matrix(variable, jax.ShapeDtypeStruct(s, jnp.float32)) for s in shapes]
     elif kind is Optimizer.soap and is_matrix(parameter.path[0], parameter.axes):
-        ranks = (2, 2)
+        others = factors(variable) * 2
     else:
         return
+    for other in others:
+        used = itertools.chain(*storage_axes(other, mesh, work.config.parallel.zero1))
+        yield math.prod(other.shape) // math.prod(mesh.shape[axis] for axis in used)
+
+
+def factors(variable: nnx.Variable) -> list[nnx.Variable]:
+    """SOAP's left and right factor of the matrices of a parameter, abstract."""
+    shapes = [(*variable.shape[:-2], size, size) for size in variable.shape[-2:]]
+    pairs = zip(shapes, Side, strict=True)
+    return [factor(variable, jax.ShapeDtypeStruct(s, jnp.float32), side) for s, side in pairs]
+
+
+def abstract_mesh(work: Workload) -> AbstractMesh:
+    return AbstractMesh(mesh_shape(work.axes, work.config.parallel.fold), MESH_AXES)
+
+
+def on_all_devices(work: Workload, shard: Shard) -> nnx.Variable:
+    """The parameter's variable with the shape that it has on all devices."""
     parallel, model = work.config.parallel, work.config.model
-    sizes = mesh_shape(work.axes, parallel.fold)
-    mesh = typing.cast(Mesh, AbstractMesh(sizes, MESH_AXES))
     places = tuple(number * parallel.chunks for number in work.places)
     vocabulary = model.padded_vocab_size(parallel.tensor, parallel.pipe)
-    variable = padded(parameter, places, parallel.pipe, vocabulary)
-    for rank, size in itertools.product(ranks, variable.shape[-2:]):
-        shape = (*variable.shape[:-2], *[size] * rank)
-        other = without_matrix(variable, jax.ShapeDtypeStruct(shape, jnp.float32), rank)
-        used = itertools.chain(*storage_axes(other, mesh, parallel.zero1))
-        yield math.prod(shape) // math.prod(mesh.shape[axis] for axis in used)
+    return padded(shard.parameter, places, parallel.pipe, vocabulary)
 
 
 def is_halved(work: Workload, shard: Shard) -> bool:
@@ -108,26 +123,38 @@ def host_master_bytes(work: Workload, shard: Shard) -> int:
 
 def is_orthogonalized(work: Workload, shard: Shard) -> bool:
     """Whether Muon orthogonalizes the parameter."""
-    muon, parameter = work.config.optim.optimizer is Optimizer.muon, shard.parameter
-    return muon and shard.trained and is_matrix(parameter.path[0], parameter.axes)
+    return work.config.optim.optimizer is Optimizer.muon and has_whole_matrices(work, shard)
 
 
-def orthogonalized_columns(work: Workload, shard: Shard) -> tuple[tuple[str, ...], int, int]:
-    """(mesh axes over which devices exchange columns of a parameter, columns of the matrices that a
-    device orthogonalizes, number of these matrices with padding). Of matrices whose heads lie on
-    several devices along tensor, a device has the columns of its heads."""
-    variable, cuts = shard.parameter.variable, shard.cuts
-    sizes = mesh_shape(work.axes, work.config.parallel.fold)
-    mesh: dict[str, int] = dict(zip(MESH_AXES, sizes, strict=True))
+def has_whole_matrices(work: Workload, shard: Shard) -> bool:
+    """Whether devices update whole matrices of the parameter (optim/whole_matrices.py)."""
+    kind, parameter = work.config.optim.optimizer, shard.parameter
+    if kind not in (Optimizer.muon, Optimizer.soap) or not shard.trained:
+        return False
+    return is_matrix(parameter.path[0], parameter.axes)
 
-    def count(axes: tuple[str, ...]) -> int:
-        return math.prod(mesh[axis] for axis in axes)
 
-    rows, columns = (variable.shape[dim] // count(cuts[dim]) for dim in (-2, -1))
-    over = exchanged_over(cuts[-1], columns, parts(variable, work.config.optim.muon), count)
-    number, devices = shard.stored // (rows * columns), count(cuts[-2]) * count(over)
-    copies = copied_over(set(itertools.chain(*cuts)), devices, number, count)
-    return over, columns * count(over), math.ceil(number / (devices * count(copies)))
+def exchange_plan(work: Workload, shard: Shard) -> tuple[Plan, list[int], int]:
+    """(how devices exchange a parameter's matrices, elements of a matrix in each array that they
+    exchange, matrices that a device updates). Of matrices whose heads lie on several devices along
+    tensor, a device of Muon's has the columns of its heads."""
+    variable, mesh = on_all_devices(work, shard), abstract_mesh(work)
+    optim, zero1, (rows, columns) = (
+        work.config.optim,
+        work.config.parallel.zero1,
+        variable.shape[-2:],
+    )
+    if optim.optimizer is Optimizer.muon:
+        widths, names = parts(variable, optim.muon), storage_axes(variable, mesh, zero1)[-1]
+        over = functools.partial(exchanged_over, columns=columns, parts=widths)
+        kept = set(names) - set(over(names, mesh.shape))
+        sizes = [rows * columns // math.prod(mesh.shape[axis] for axis in kept)]
+        found = plan([variable], mesh, zero1, over)
+    else:
+        sizes = [rows * columns] * 3 + [rows**2, columns**2] * 2
+        found = plan([variable] * 3 + factors(variable) * 2, mesh, zero1)
+    devices = math.prod(mesh.shape[axis] for axes, _ in found.routes[0] for axis in axes)
+    return found, sizes, found.number // devices
 
 
 def newton_schulz_flops(work: Workload) -> float:
@@ -138,21 +165,39 @@ def newton_schulz_flops(work: Workload) -> float:
     for shard in work.shards:
         if is_orthogonalized(work, shard):
             rows = shard.parameter.variable.shape[-2]
-            _, columns, number = orthogonalized_columns(work, shard)
+            _, (size,), number = exchange_plan(work, shard)
             widths = parts(shard.parameter.variable, muon)
             for m, n in (sorted((rows, width)) for width in widths):
                 each = sum(4 * m**2 * n + 2 * m**3 * (c != 0) for _, _, c in sets)
-                total += each * columns // sum(widths) * number
+                total += each * (size // rows) // sum(widths) * number
     return total
 
 
-def exchanged(work: Workload) -> Iterator[tuple[tuple[str, ...], int]]:
-    """(mesh axes, bytes of the device's block) of each all-to-all in which devices exchange parts
-    of matrices for whole ones, or back."""
+def soap_flops(work: Workload) -> float:
+    """FLOPs in float32 of a device's updates by SOAP: of a matrix of m x n, 10 m n (m + n) for the
+    changes of bases and the products of gradients, and for both sides 20/3 m^3 for the power
+    iteration, the QR decomposition with its Q, and the eigenvalues. `kl` adds 2 m n (m + n) for
+    weighted gradients and 4 m^3 for inverses."""
+    kl, total = work.config.optim.soap.kl, 0.0
     for shard in work.shards:
-        if not is_orthogonalized(work, shard):
-            continue
-        over, columns, number = orthogonalized_columns(work, shard)
-        size = number * shard.parameter.variable.shape[-2] * columns
-        for names in filter(None, (shard.cuts[-2], over)):
-            yield names, ITEMSIZE[work.config.optim.muon.dtype] * size
+        if work.config.optim.optimizer is Optimizer.soap and has_whole_matrices(work, shard):
+            m, n = shard.parameter.variable.shape[-2:]
+            each = (10 + 2 * kl) * m * n * (m + n) + (20 / 3 + 4 * kl) * (m**3 + n**3)
+            total += each * exchange_plan(work, shard)[2]
+    return total
+
+
+def exchanged(work: Workload) -> Iterator[tuple[bool, tuple[str, ...], int]]:
+    """(whether it is an all-to-all or an all-gather, mesh axes, bytes of the device's block, with
+    all-gathers of the result) of each collective that returns updated matrices to their shards. An
+    all-to-all has an inverse that gives devices whole matrices."""
+    optim, mesh = work.config.optim, abstract_mesh(work)
+    itemsize = ITEMSIZE[optim.muon.dtype] if optim.optimizer is Optimizer.muon else FLOAT32
+    for shard in filter(functools.partial(has_whole_matrices, work), work.shards):
+        (_, routes), sizes, number = exchange_plan(work, shard)
+        for route, size in zip(routes, sizes, strict=True):
+            block = itemsize * size * number
+            for axes, dim in reversed(route):
+                names = tuple(axis for axis in axes if mesh.shape[axis] > 1)
+                block *= 1 if dim else math.prod(mesh.shape[axis] for axis in names)
+                yield dim is not None, names, block
