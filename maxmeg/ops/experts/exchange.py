@@ -315,7 +315,8 @@ def _further_rounds(exchange, first: int, y_TD, experts, x_TD, weights_TK, plan,
 
 def _further_rounds_backward(exchange, first, operands, slope_TD):
     """With 8-bit products backward of the earlier rounds waits for the loop: XLA would compute much
-    of it before, and keep that during the loop. With 16 bits waiting saves nothing on average."""
+    of it before, and keep that during the loop. The planner's formulas of products in 16 bits were
+    fitted without waiting (benchmarks/NOTES.md)."""
     experts, x_TD, weights_TK, plan, rounds = operands
     variables, others = (trained(experts), x_TD, weights_TK), fixed(experts)
 
