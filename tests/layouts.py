@@ -187,16 +187,22 @@ def assert_equal_but_rounding(found: tuple, wanted: tuple, tolerance: float, flo
 
 
 def model_gradients(
-    config: Config, objective: Objective | None = None, **extra: np.ndarray
+    config: Config,
+    objective: Objective | None = None,
+    in_step: bool = False,
+    **extra: np.ndarray,
 ) -> tuple[float, dict[str, np.ndarray]]:
     """(token-mean loss, gradients by name, layers in model order) of `tiny_batch`; with delayed
-    scaling those of the pass for which all scales are known."""
+    scaling those of the pass for which all scales are known. in_step: dropout is that of the first
+    step of training."""
     mesh = mesh_of(config)
     _, abstract, state = tiny_state(config, mesh)
     function = jax.jit(make_gradients(config, mesh, abstract.model, objective))
+    key = jax.random.wrap_key_data(state.key)
+    key = jax.random.key_data(jax.random.fold_in(key, state.step) if in_step else key)
     batch, history = tiny_batch(config, mesh, **extra), state.history
     for _ in range(1 if history is None else PASSES):
-        found, sums = function(state.model, batch, state.key, None, history)
+        found, sums = function(state.model, batch, key, None, history)
         history = sums.get("history")
     arrays, layout = {}, abstract.model.stack.layout
     for name, array in to_arrays(found).items():
