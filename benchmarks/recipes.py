@@ -8,7 +8,8 @@ Python's standard library) from each seed with each recipe (default: all), unles
 run. "none" is bfloat16; "float32" shows how far rounding alone takes a run. FOLDER/RECIPE.jsonl
 gets a line for each run: seed, losses of all steps, validation loss.
 table: how much the loss (mean of the last 20 steps; validation) differs from that in bfloat16 with
-the same seed, in percent: mean over seeds with its standard error, and standard deviation.
+the same seed, in percent: mean over seeds with its standard error, and standard deviation. curve:
+mean over seeds of the losses of 20 steps, up to step 50, 100, ... 300.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from maxmeg.config.schema import Config
 from maxmeg.configs import gpt
 
 STEPS, LAST = 300, 20
+POINTS = range(50, STEPS + 1, 50)
 FLOAT32, BFLOAT16 = "float32", "none"
 NAMES = [FLOAT32, *(recipe.value for recipe in QuantizationRecipe)]
 
@@ -69,29 +71,35 @@ def train(folder: Path, seeds: range, names: list[str]) -> None:
             print(name, seed, np.mean(line["loss"][-LAST:]), line["validation"], flush=True)
 
 
-def runs_of(folder: Path, name: str) -> dict[int, tuple[float, float]]:
-    """{seed: (mean of the last losses, validation loss)}"""
+def runs_of(folder: Path, name: str) -> dict[int, np.ndarray]:
+    """{seed: [mean losses of the last steps before each of POINTS, validation loss]}"""
     path = folder / f"{name}.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return {row["seed"]: (np.mean(row["loss"][-LAST:]), row["validation"]) for row in rows}
+    return {row["seed"]: np.array([*curve(row["loss"]), row["validation"]]) for row in rows}
+
+
+def curve(losses: list[float]) -> list[float]:
+    return [float(np.mean(losses[point - LAST : point])) for point in POINTS]
 
 
 def table(folder: Path) -> None:
-    print("| recipe | seeds | training loss | deviation | validation loss | deviation |")
-    print("|---|---|---|---|---|---|")
+    print("| recipe | seeds | training loss | deviation | validation loss | deviation | curve |")
+    print("|---|---|---|---|---|---|---|")
     base = runs_of(folder, BFLOAT16)
     for name in NAMES:
         runs = runs_of(folder, name)
         seeds = sorted(runs.keys() & base.keys())
         if len(seeds) < 2:
             continue
-        pairs = np.array([[runs[seed], base[seed]] for seed in seeds])
-        wanted = pairs[:, 1] if name != BFLOAT16 else pairs[:, 1].mean(axis=0)
-        percent = 100 * (pairs[:, 0] / wanted - 1)
+        found, wanted = (np.array([each[seed] for seed in seeds]) for each in (runs, base))
+        percent = 100 * (found / (wanted.mean(axis=0) if name == BFLOAT16 else wanted) - 1)
         deviations = percent.std(axis=0, ddof=1)
         cells = [name, str(len(seeds))]
-        for mean, deviation in zip(percent.mean(axis=0), deviations, strict=True):
-            cells += [f"{mean:+.2f} ± {deviation / len(seeds) ** 0.5:.2f} %", f"{deviation:.2f}"]
+        for column in (-2, -1):
+            error = deviations[column] / len(seeds) ** 0.5
+            mean = percent[:, column].mean()
+            cells += [f"{mean:+.2f} ± {error:.2f} %", f"{deviations[column]:.2f}"]
+        cells.append(", ".join(f"{loss:.3f}" for loss in found.mean(axis=0)[:-1]))
         print("| " + " | ".join(cells) + " |")
 
 
