@@ -3,7 +3,8 @@
 With `optim.offload`, float32 masters or their remainders, moments and averages are stored in pinned
 host memory. A loop over the layers of each stack copies the arrays of one layer to the device,
 updates them, and writes them back in place; with Muon and SOAP those of as many layers as give each
-device a matrix. Parameters outside of stacks are updated together.
+device a matrix. Parameters outside of stacks are updated together. The update of SOAP, of which all
+layers' whole matrices would take as much memory as its state, is always in this loop.
 """
 
 import dataclasses
@@ -23,6 +24,8 @@ from maxmeg.optim.storage import STACKED, divided, orders, whole
 from maxmeg.parallel.host import is_on_host, to_device, to_memory_of
 from maxmeg.parallel.rules import is_variable
 from maxmeg.parallel.trainable import fixed, joined, part, trained
+
+IN_LOOP = (Optimizer.soap,)
 
 
 class Parts(typing.NamedTuple):
@@ -54,7 +57,7 @@ def update(
     """
     run = functools.partial(apply, optimizer, optim.ema.decay, arguments)
     run = functools.partial(store, finite, run)
-    if not optim.offload:
+    if not optim.offload and optim.optimizer not in IN_LOOP:
         return run(gradients, old, aux)
     stages, layouts, new = mesh.shape["pipe"], orders(old.model), old
     has_whole = optim.optimizer in (Optimizer.muon, Optimizer.soap)  # optim/whole_matrices.py
