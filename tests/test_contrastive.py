@@ -149,25 +149,25 @@ def test_the_loss_is_cross_entropy_over_all_texts_of_a_microbatch(one_device):
     flags = np.stack([batch.extra[f"{HAS_TEXT}{n}"] for n in range(1 + NEGATIVES)], axis=-1)
     assert 0 < flags.sum() < flags.size and flags[..., 0].all()
     tokens, segments = np.asarray(batch.tokens), np.asarray(batch.segment_ids)
-
-    def vectors(model, number: int, microbatch: int):
-        """Of the texts with one number, each in a row of its own."""
-        rows = zip(tokens[microbatch], segments[microbatch], strict=True)
-        found = [row[parts == number] for row, parts in rows]
-        ids = np.stack([np.pad(row, (0, 12 - len(row))) for row in found])
-        real = np.stack([np.arange(12) < len(row) for row in found])
-        ctx = Context(jnp.broadcast_to(jnp.arange(12), ids.shape), jnp.int32(real))
-        x_BLD, _, _ = model.stack(model.embed_tokens(jnp.asarray(ids), ctx), ctx)
-        return model.classifier(model.bert.pooled(x_BLD[:, :1]), ctx)[:, 0]
+    # Each text in a row of its own, the query first.
+    of_text_MRKL = segments[:, :, None] == np.arange(1, 3 + NEGATIVES)[:, None]
+    sizes_MRK1 = of_text_MRKL.sum(-1, keepdims=True)
+    first_MRK1 = of_text_MRKL.argmax(-1)[..., None]
+    real_MRKL = np.arange(12) < sizes_MRK1
+    places_MRKL = np.where(real_MRKL, first_MRK1 + np.arange(12), 0)
+    ids_MRKL = np.where(real_MRKL, np.take_along_axis(tokens[:, :, None], places_MRKL, -1), 0)
+    ids, real = (array.reshape(-1, 12) for array in (ids_MRKL, real_MRKL))
 
     def loss(model):
+        ctx = Context(jnp.broadcast_to(jnp.arange(12), ids.shape), jnp.int32(real))
+        x_BLD, _, _ = model.stack(model.embed_tokens(jnp.asarray(ids), ctx), ctx)
+        found_BD = model.classifier(model.bert.pooled(x_BLD[:, :1]), ctx)[:, 0]
         losses, ranks, rows = [], [], BATCH // MICROBATCHES
-        for m in range(MICROBATCHES):
-            texts = jnp.stack([vectors(model, 2 + n, m) for n in range(1 + NEGATIVES)], axis=1)
+        for m, texts in enumerate(found_BD.reshape(*ids_MRKL.shape[:3], -1)):
             there = jnp.asarray(flags[m].reshape(-1).nonzero()[0])
             own = jnp.searchsorted(there, jnp.arange(rows) * (1 + NEGATIVES))
-            kept = texts.reshape(-1, texts.shape[-1])[there]
-            scores = vectors(model, 1, m) @ kept.T / np.sqrt(32)
+            kept = texts[:, 1:].reshape(-1, texts.shape[-1])[there]
+            scores = texts[:, 0] @ kept.T / np.sqrt(32)
             own_scores = scores[np.arange(rows), own]
             losses.append(jax.nn.logsumexp(scores, axis=1) - own_scores)
             ranks.append((scores > own_scores[:, None]).sum(1))
