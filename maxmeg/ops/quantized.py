@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int32, UInt8, UInt32
+from jaxtyping import Array, Bool, Float, Int32, UInt8, UInt32
 
 from maxmeg.ops import block_matmul
 from maxmeg.ops.backend import Device, target_device
@@ -36,6 +36,8 @@ from maxmeg.ops.backend import Device, target_device
 MANTISSA_BITS = 23  # of float32
 ADA = 8, 9  # compute capability of the first GPUs with 8-bit floats
 MX_BLOCK, BLOCK = 32, 128  # of mxfp8 and blockwise scaling
+FP4 = "float4_e2m1fn"
+NAN_EXPONENT = 255
 EXPONENTS = 1, 253  # the least and the largest biased exponent of a scale: its inverse is normal
 
 
@@ -213,13 +215,22 @@ def quantize_blocks(
     x: Float[Array, "*E R C"], dtype: str, block: tuple[int, int]
 ) -> tuple[Float[Array, "*E r c"], UInt8[Array, "*E s t"]]:
     """(x in `dtype`, the biased exponents of the scales of its blocks). Zeros are appended to rows
-    and columns that do not fill their last block."""
+    and columns that do not fill their last block. In 4 bits a block with a number that is not
+    finite has E8M0's NaN as its scale."""
     x = filled(x, block)
     blocks = in_blocks(x, block)
     scale = scale_of(jnp.max(jnp.abs(blocks), axis=(-3, -1), keepdims=True), dtype)
     codes, _ = quantize(blocks, dtype, scale)
-    exponents = biased_exponents(scale).astype(jnp.uint8)
-    return codes.reshape(x.shape), exponents.squeeze((-3, -1))
+    exponents = biased_exponents(scale)
+    if dtype == FP4:
+        exponents = jnp.where(all_finite(blocks), exponents, NAN_EXPONENT)
+    return codes.reshape(x.shape), exponents.astype(jnp.uint8).squeeze((-3, -1))
+
+
+def all_finite(x: jax.Array, axis: int | tuple[int, ...] = (-3, -1)) -> Bool[Array, "..."]:
+    """Whether all numbers along the axes, which are kept, are finite. For formats without NaN: the
+    largest magnitude does not tell, as XLA's maximum on CPUs may lose a NaN."""
+    return jnp.all(jnp.isfinite(x), axis=axis, keepdims=True)
 
 
 def filled(x: jax.Array, block: tuple[int, int]) -> jax.Array:
