@@ -108,7 +108,7 @@ def with_codes(
     before: arrays on which the collectives here wait. raw_key: the step's, for recipes that round
     gradients stochastically. scales: of delayed scaling, as from
     layers.amax_history.delayed_scales; None: those of the weights. ValueError if a shard cuts a
-    block.
+    block, or no matrix can be quantized.
     """
     if recipe is None:
         return model, reductions
@@ -116,6 +116,12 @@ def with_codes(
     model, reductions = _copy(model), _copy(reductions)
     sides = [quantized_matrices(side, recipe) for side in (model, reductions)]
     weights = [getattr(module, name) for module, name in sides[0]]
+    if not weights:
+        raise ValueError(
+            "train.quantization.recipe has no effect: no matrix of the layers has sizes that are "
+            f"multiples of {recipe.block or MULTIPLE}: choose another recipe (tensorwise needs "
+            f"multiples of {MULTIPLE}), or none"
+        )
     cuts = [getattr(module, name).get_value().cut for module, name in sides[1]]
     # Elsewhere than in the stack, the shards of ZeRO-1 have been gathered.
     cuts = [cut if layers_of(weight) else None for cut, weight in zip(cuts, weights, strict=True)]
