@@ -25,6 +25,7 @@ from jaxtyping import Array, Float, UInt8, UInt32
 
 from maxmeg.ops.backend import BLACKWELL, Device, target_device
 from maxmeg.ops.quantized import (
+    E4M3,
     FP4,
     MX_BLOCK,
     Quantized,
@@ -44,7 +45,6 @@ from maxmeg.ops.quantized import (
 )
 from maxmeg.ops.random import fold, random_bits
 
-E4M3 = "float8_e4m3fn"
 FP4_LARGEST, E4M3_LARGEST = 6.0, 448.0
 E4M3_NORMAL = 2.0**-6  # the smallest normal number; below are multiples of 2**-9
 BLOCK = 16  # numbers with one scale, and tokens that a Hadamard transform mixes

@@ -36,7 +36,7 @@ from maxmeg.ops.backend import Device, target_device
 MANTISSA_BITS = 23  # of float32
 ADA = 8, 9  # compute capability of the first GPUs with 8-bit floats
 MX_BLOCK, BLOCK = 32, 128  # of mxfp8 and blockwise scaling
-FP4 = "float4_e2m1fn"
+E4M3, E5M2, FP4 = "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"
 NAN_EXPONENT = 255
 EXPONENTS = 1, 253  # the least and the largest biased exponent of a scale: its inverse is normal
 
@@ -75,8 +75,8 @@ class Recipe:
     bits (ops/experts/packed.py).
     """
 
-    forward: str = "float8_e4m3fn"
-    backward: str = "float8_e5m2"
+    forward: str = E4M3
+    backward: str = E5M2
     block: int = 0
     square: bool = False
     copies: int = 1
@@ -271,11 +271,7 @@ def multiply(a: Quantized, b: Quantized, dims: tuple[int, int], dtype) -> jax.Ar
 def multiply_blocks(a: Quantized, b: Quantized, dims: tuple[int, int], dtype) -> jax.Array:
     """As `multiply` on GPUs alone, of matrices in blocks along the dimensions that are summed over:
     32 with the exponents of their scales (mxfp8), or 16 with scales in E4M3 (nvfp4)."""
-
-    def in_rows(array: jax.Array, dim: int) -> jax.Array:
-        array = array if dim == -1 else array.swapaxes(-1, -2)
-        return array.reshape(-1, *array.shape[-2:])
-
+    in_rows = block_matmul.in_rows
     codes, scales = zip(a, b, strict=True)
     operands = [in_rows(array, dim) for array, dim in zip(codes, dims, strict=True)]
     for array, dim, rows in zip(scales, dims, [x.shape[1] for x in operands], strict=True):
