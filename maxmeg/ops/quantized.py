@@ -65,14 +65,14 @@ class Recipe:
     gradients of outputs to `backward`.
 
     block: numbers with a common scale along the dimension that a product sums over; 0: one scale
-    for each tensor. square: scales of weights are of block x block numbers. copies: quantized ones
-    of a weight. multiplies_codes: products on GPUs have the rounded operands, not wider copies of
-    them; in blocks of 128 `backend` (ops/block_matmul.py) decides. speed: the peak FLOP/s of these
-    products, as a multiple of that for 16 bits. capability: least compute capability of GPUs.
-    draws: gradients are rounded stochastically, with the key of `slopes`. grouped: experts with
-    different numbers of rows can multiply the codes. history: of delayed scaling (ops/delayed.py);
-    None: scales are those of the operands themselves. dispatch: tokens are sent to experts in 8
-    bits (ops/experts/packed.py).
+    for each tensor. square: scales of weights are of block x block numbers. copies: number of
+    quantized copies of a weight. multiplies_codes: products on GPUs have the rounded operands, not
+    wider copies of them; in blocks of 128 `backend` (ops/block_matmul.py) decides. speed: the peak
+    FLOP/s of these products, as a multiple of that for 16 bits. capability: least compute
+    capability of GPUs. draws: gradients are rounded stochastically, with the key of `slopes`.
+    grouped: experts' grouped products (ops/experts/grouped_matmul.py) take this recipe. history: of
+    delayed scaling (ops/delayed.py); None: scales are those of the operands themselves. dispatch:
+    tokens are sent to experts in 8 bits (ops/experts/packed.py).
     """
 
     forward: str = E4M3
