@@ -176,6 +176,9 @@ def test_what_cannot_run_is_refused(monkeypatch):
         ValueError, match=r"blocks of 32 weights, so the sizes of the 16 x \d+ shard"
     ):
         model_gradients(config)
+    config.train.quantization = BLOCKWISE
+    with pytest.raises(ValueError, match=r"no effect: no matrix .* sizes .* multiples of 128: cho"):
+        model_gradients(config)
     with pytest.raises(ValueError, match=r"dispatch=True has no effect where tokens are not exch"):
         validate(tiny(MODELS["grouped experts"], {"quantization": DISPATCHED}, fsdp=2), 2)
     config = tiny({}, {"quantization": TENSORWISE}, fsdp=2)

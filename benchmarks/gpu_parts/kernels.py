@@ -278,8 +278,8 @@ def measure_grouped(size: Sizes, experts: int, tokens: int, width: int, out: int
     import jax.numpy as jnp
     import numpy as np
 
-    from maxmeg.ops.experts.grouped_matmul import BACKENDS, FP8, grouped_matmul
-    from maxmeg.ops.quantized import BLOCK, Recipe
+    from maxmeg.ops.experts.grouped_matmul import BACKENDS, grouped_matmul
+    from maxmeg.ops.quantized import BLOCK, E4M3, Recipe
 
     shares = np.random.default_rng(0).dirichlet(np.full(experts, 4.0))
     bounds = np.round(np.cumsum(shares) * tokens).astype(np.int32)
@@ -289,7 +289,7 @@ def measure_grouped(size: Sizes, experts: int, tokens: int, width: int, out: int
     forward: dict[str, Callable] = {"one matmul": lambda: dense(x_TD, w_EDF[0])}
     both: dict[str, Callable] = {}
     backends = size.backends("grouped", tuple(BACKENDS))
-    blockwise = Recipe(backward=FP8, block=BLOCK, square=True, backend="mosaic")
+    blockwise = Recipe(backward=E4M3, block=BLOCK, square=True, backend="mosaic")
     kinds = {backend: (backend, None) for backend in backends}
     if "mosaic" in backends:
         kinds["mosaic blockwise"] = ("mosaic", blockwise)

@@ -271,7 +271,7 @@ class TrainConfig:
         "auto: xla, or tiled if a chunk's logits exceed 1 GiB (on a CPU 512 MiB)",
         "--cross-entropy-fusion-impl",
     )
-    quantization: QuantizationConfig = setting(QuantizationConfig, "products in 8-bit floats")
+    quantization: QuantizationConfig = setting(QuantizationConfig, "products in 8 and 4 bits")
     eval_every: int = setting(
         50, "steps between validations; 0: never", "--eval-interval", at_least=0
     )

@@ -14,12 +14,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxmeg.layers.quantized import layers_of, quantizable_modules, quantized_matrices
+from maxmeg.layers.quantized import (
+    layers_of,
+    max_of_devices,
+    quantizable_modules,
+    quantized_matrices,
+)
 from maxmeg.ops.delayed import OPERANDS, rolled, scales_of
 from maxmeg.ops.quantized import Recipe
-from maxmeg.parallel.collectives import PIPE_AXIS, max_over
 from maxmeg.parallel.fused import fused_groups
-from maxmeg.parallel.mesh import MESH_AXES
 from maxmeg.parallel.rules import is_variable
 
 
@@ -53,8 +56,7 @@ def delayed_scales(history, model, recipe: Recipe | None) -> list[jax.Array] | N
 
 def next_history(history, model, gradients, recipe: Recipe | None):
     """The tree after a step. model: with Codes of this device's matrices; gradients: of `model`,
-    of this device. Maxima are reduced over the devices that share a matrix, by one collective for
-    all stacked layers and one for the others."""
+    of this device. Maxima are reduced over the devices that share a matrix."""
     if history is None or recipe is None:
         return None
     history = jax.tree.map(lambda leaf: leaf, history)  # new modules
@@ -65,12 +67,11 @@ def next_history(history, model, gradients, recipe: Recipe | None):
             variable = table[id(getattr(module, name))]
             known = maxima.setdefault(id(variable), (variable, []))[1]
             known += [side.past[1].value for side in (codes, slopes.codes[name])]
-    for in_stack in (True, False):  # stages have different layers; the others are on all
-        axes = tuple(axis for axis in MESH_AXES if axis != PIPE_AXIS or not in_stack)
-        members = [m for m in maxima.values() if (layers_of(m[0]) > 0) == in_stack]
-        largest = max_over([jnp.max(jnp.stack(sides), axis=0) for _, sides in members], axes)
-        for (variable, _), most in zip(members, largest, strict=True):
-            variable.set_value(rolled(variable[...], most, recipe))
+    variables, largest = zip(*maxima.values(), strict=True)
+    largest = [jnp.max(jnp.stack(sides), axis=0) for sides in largest]
+    largest = max_of_devices(largest, list(variables), before=())
+    for variable, most in zip(variables, largest, strict=True):
+        variable.set_value(rolled(variable[...], most, recipe))
     return history
 
 

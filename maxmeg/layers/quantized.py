@@ -108,7 +108,7 @@ def with_codes(
     before: arrays on which the collectives here wait. raw_key: the step's, for recipes that round
     gradients stochastically. scales: of delayed scaling, as from
     layers.amax_history.delayed_scales; None: those of the weights. ValueError if a shard cuts a
-    block.
+    block, or no matrix can be quantized.
     """
     if recipe is None:
         return model, reductions
@@ -116,6 +116,12 @@ def with_codes(
     model, reductions = _copy(model), _copy(reductions)
     sides = [quantized_matrices(side, recipe) for side in (model, reductions)]
     weights = [getattr(module, name) for module, name in sides[0]]
+    if not weights:
+        raise ValueError(
+            "train.quantization.recipe has no effect: no matrix of the layers has sizes that are "
+            f"multiples of {recipe.block or MULTIPLE}: choose another recipe (tensorwise needs "
+            f"multiples of {MULTIPLE}), or none"
+        )
     cuts = [getattr(module, name).get_value().cut for module, name in sides[1]]
     # Elsewhere than in the stack, the shards of ZeRO-1 have been gathered.
     cuts = [cut if layers_of(weight) else None for cut, weight in zip(cuts, weights, strict=True)]
@@ -178,7 +184,7 @@ def quantized_weights(
         arrays = after([weight[...] for weight in weights], before)
         return [recipe.weights(w, None) for w in arrays]
     if recipe.shares is Shares.layer:
-        largest = _largest_of_layers(weights, before)
+        largest = max_of_devices([*map(largest_of_layers, weights)], weights, before)
     else:
         largest = _largest_of_columns(weights, cuts, before)
     return [recipe.weights(w[...], most) for w, most in zip(weights, largest, strict=True)]
@@ -198,8 +204,7 @@ def with_past_scales(
 
 def known_maxima(weight: nnx.Variable) -> Max:
     """The largest magnitudes [.., 3] that are known before the products: of the local weight."""
-    most = jnp.max(jnp.abs(weight[...]), axis=range(layers_of(weight), weight.ndim))
-    most = most.astype(jnp.float32)
+    most = largest_of_layers(weight).astype(jnp.float32)
     return Max(jnp.stack([jnp.zeros_like(most), most, jnp.zeros_like(most)], axis=-1))
 
 
@@ -208,21 +213,23 @@ def layers_of(weight: nnx.Variable) -> int:
     return weight.ndim - len(weight.get_metadata("axes"))
 
 
-def _largest_of_layers(weights: list[nnx.Variable], before) -> list[jax.Array]:
-    """The largest magnitude in each weight and layer, over all devices that hold a part of it."""
-    stacked = [layers_of(weight) for weight in weights]
-    largest = [
-        jnp.max(jnp.abs(weight[...]), axis=range(layers, weight.ndim))
-        for weight, layers in zip(weights, stacked, strict=True)
-    ]
+def largest_of_layers(weight: nnx.Variable) -> jax.Array:
+    """The largest magnitude in each layer of the local weight."""
+    return jnp.max(jnp.abs(weight[...]), axis=range(layers_of(weight), weight.ndim))
+
+
+def max_of_devices(maxima: list[jax.Array], weights: list[nnx.Variable], before) -> list[jax.Array]:
+    """The maxima, one array for each weight, over all devices that hold a part of it: by one
+    collective for all stacked layers and one for the others."""
+    maxima = list(maxima)
     for has_layers in (False, True):  # stages have different layers; the others are on all
         axes = tuple(axis for axis in MESH_AXES if axis != PIPE_AXIS or not has_layers)
-        members = [i for i, layers in enumerate(stacked) if bool(layers) == has_layers]
+        members = [i for i, weight in enumerate(weights) if (layers_of(weight) > 0) == has_layers]
         if members:
-            before = max_over(after([largest[i] for i in members], before), axes)
+            before = max_over(after([maxima[i] for i in members], before), axes)
             for i, most in zip(members, before, strict=True):
-                largest[i] = most
-    return largest
+                maxima[i] = most
+    return maxima
 
 
 def _largest_of_columns(

@@ -39,6 +39,12 @@ def backend_of(named: str, device: Device) -> str:
     return name
 
 
+def in_rows(x: jax.Array, dim: int) -> jax.Array:
+    """Matrices [.., R, C] as [matrices, rows, numbers that a product over `dim` sums]."""
+    x = x if dim == -1 else x.swapaxes(-1, -2)
+    return x.reshape(-1, *x.shape[-2:])
+
+
 @functools.partial(jax.jit, static_argnames=("dims", "dtype"))  # calls of a shape share a kernel
 def multiply(
     a: tuple[jax.Array, jax.Array],
@@ -49,11 +55,6 @@ def multiply(
     """As `ops.quantized.multiply`, by the kernel, with the biased exponents of the scales of blocks
     along these dimensions. Tensor cores need 8-bit operands contiguous along the sum: those of
     dimension -2 are transposed here, which XLA joins with their quantization if it can."""
-
-    def in_rows(array: jax.Array, dim: int) -> jax.Array:
-        array = array if dim == -1 else array.swapaxes(-1, -2)
-        return array.reshape(-1, *array.shape[-2:])
-
     codes, exponents = zip(a, b, strict=True)
     operands = [in_rows(array, dim) for array, dim in zip(codes, dims, strict=True)]
     for array, dim in zip(exponents, dims, strict=True):

@@ -25,10 +25,13 @@ from jaxtyping import Array, Float, UInt8, UInt32
 
 from maxmeg.ops.backend import BLACKWELL, Device, target_device
 from maxmeg.ops.quantized import (
+    E4M3,
+    FP4,
     MX_BLOCK,
     Quantized,
     Recipe,
     Shares,
+    all_finite,
     contract,
     dequantize_blocks,
     filled,
@@ -42,7 +45,6 @@ from maxmeg.ops.quantized import (
 )
 from maxmeg.ops.random import fold, random_bits
 
-FP4, E4M3 = "float4_e2m1fn", "float8_e4m3fn"
 FP4_LARGEST, E4M3_LARGEST = 6.0, 448.0
 E4M3_NORMAL = 2.0**-6  # the smallest normal number; below are multiples of 2**-9
 BLOCK = 16  # numbers with one scale, and tokens that a Hadamard transform mixes
@@ -148,7 +150,7 @@ def quantize_nvfp4(
     whole = trailing(scale, blocks.ndim)
     most = jnp.max(jnp.abs(blocks), axis=(-3, -1), keepdims=True)
     ratio = most * (1 / whole * np.float32(1 / FP4_LARGEST))
-    ratio = jnp.where(jnp.isfinite(ratio), jnp.minimum(ratio, E4M3_LARGEST), jnp.nan)
+    ratio = jnp.where(all_finite(blocks), jnp.minimum(ratio, E4M3_LARGEST), jnp.nan)
     scales = (ratio if key is None else rounded_up(ratio)).astype(E4M3)
     inverse = jnp.minimum(1 / (scales.astype(jnp.float32) * whole), jnp.finfo(jnp.float32).max)
     y = jnp.clip(blocks * inverse, -FP4_LARGEST, FP4_LARGEST).reshape(x.shape)

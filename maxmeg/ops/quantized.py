@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int32, UInt8, UInt32
+from jaxtyping import Array, Bool, Float, Int32, UInt8, UInt32
 
 from maxmeg.ops import block_matmul
 from maxmeg.ops.backend import Device, target_device
@@ -36,6 +36,8 @@ from maxmeg.ops.backend import Device, target_device
 MANTISSA_BITS = 23  # of float32
 ADA = 8, 9  # compute capability of the first GPUs with 8-bit floats
 MX_BLOCK, BLOCK = 32, 128  # of mxfp8 and blockwise scaling
+E4M3, E5M2, FP4 = "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"
+NAN_EXPONENT = 255
 EXPONENTS = 1, 253  # the least and the largest biased exponent of a scale: its inverse is normal
 
 
@@ -63,18 +65,18 @@ class Recipe:
     gradients of outputs to `backward`.
 
     block: numbers with a common scale along the dimension that a product sums over; 0: one scale
-    for each tensor. square: scales of weights are of block x block numbers. copies: quantized ones
-    of a weight. multiplies_codes: products on GPUs have the rounded operands, not wider copies of
-    them; in blocks of 128 `backend` (ops/block_matmul.py) decides. speed: the peak FLOP/s of these
-    products, as a multiple of that for 16 bits. capability: least compute capability of GPUs.
-    draws: gradients are rounded stochastically, with the key of `slopes`. grouped: experts with
-    different numbers of rows can multiply the codes. history: of delayed scaling (ops/delayed.py);
-    None: scales are those of the operands themselves. dispatch: tokens are sent to experts in 8
-    bits (ops/experts/packed.py).
+    for each tensor. square: scales of weights are of block x block numbers. copies: number of
+    quantized copies of a weight. multiplies_codes: products on GPUs have the rounded operands, not
+    wider copies of them; in blocks of 128 `backend` (ops/block_matmul.py) decides. speed: the peak
+    FLOP/s of these products, as a multiple of that for 16 bits. capability: least compute
+    capability of GPUs. draws: gradients are rounded stochastically, with the key of `slopes`.
+    grouped: experts' grouped products (ops/experts/grouped_matmul.py) take this recipe. history: of
+    delayed scaling (ops/delayed.py); None: scales are those of the operands themselves. dispatch:
+    tokens are sent to experts in 8 bits (ops/experts/packed.py).
     """
 
-    forward: str = "float8_e4m3fn"
-    backward: str = "float8_e5m2"
+    forward: str = E4M3
+    backward: str = E5M2
     block: int = 0
     square: bool = False
     copies: int = 1
@@ -213,13 +215,22 @@ def quantize_blocks(
     x: Float[Array, "*E R C"], dtype: str, block: tuple[int, int]
 ) -> tuple[Float[Array, "*E r c"], UInt8[Array, "*E s t"]]:
     """(x in `dtype`, the biased exponents of the scales of its blocks). Zeros are appended to rows
-    and columns that do not fill their last block."""
+    and columns that do not fill their last block. In 4 bits a block with a number that is not
+    finite has E8M0's NaN as its scale."""
     x = filled(x, block)
     blocks = in_blocks(x, block)
     scale = scale_of(jnp.max(jnp.abs(blocks), axis=(-3, -1), keepdims=True), dtype)
     codes, _ = quantize(blocks, dtype, scale)
-    exponents = biased_exponents(scale).astype(jnp.uint8)
-    return codes.reshape(x.shape), exponents.squeeze((-3, -1))
+    exponents = biased_exponents(scale)
+    if dtype == FP4:
+        exponents = jnp.where(all_finite(blocks), exponents, NAN_EXPONENT)
+    return codes.reshape(x.shape), exponents.astype(jnp.uint8).squeeze((-3, -1))
+
+
+def all_finite(x: jax.Array, axis: int | tuple[int, ...] = (-3, -1)) -> Bool[Array, "..."]:
+    """Whether all numbers along the axes, which are kept, are finite. For formats without NaN: the
+    largest magnitude does not tell, as XLA's maximum on CPUs may lose a NaN."""
+    return jnp.all(jnp.isfinite(x), axis=axis, keepdims=True)
 
 
 def filled(x: jax.Array, block: tuple[int, int]) -> jax.Array:
@@ -260,11 +271,7 @@ def multiply(a: Quantized, b: Quantized, dims: tuple[int, int], dtype) -> jax.Ar
 def multiply_blocks(a: Quantized, b: Quantized, dims: tuple[int, int], dtype) -> jax.Array:
     """As `multiply` on GPUs alone, of matrices in blocks along the dimensions that are summed over:
     32 with the exponents of their scales (mxfp8), or 16 with scales in E4M3 (nvfp4)."""
-
-    def in_rows(array: jax.Array, dim: int) -> jax.Array:
-        array = array if dim == -1 else array.swapaxes(-1, -2)
-        return array.reshape(-1, *array.shape[-2:])
-
+    in_rows = block_matmul.in_rows
     codes, scales = zip(a, b, strict=True)
     operands = [in_rows(array, dim) for array, dim in zip(codes, dims, strict=True)]
     for array, dim, rows in zip(scales, dims, [x.shape[1] for x in operands], strict=True):

@@ -10,10 +10,9 @@ from maxmeg.config.quantization import (
 )
 from maxmeg.ops.backend import BLACKWELL
 from maxmeg.ops.fp4 import Mxfp4, Nvfp4
-from maxmeg.ops.quantized import BLOCK, MX_BLOCK, AmaxHistory, Recipe
+from maxmeg.ops.quantized import BLOCK, E4M3, E5M2, MX_BLOCK, AmaxHistory, Recipe
 from maxmeg.ops.straight_through import Int8, straight_through
 
-E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 RECIPES = {
     QuantizationRecipe.tensorwise: Recipe(backward=E4M3),
     QuantizationRecipe.delayed: Recipe(backward=E4M3),

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from maxmeg.ops.backend import Device
-from maxmeg.ops.quantized import Quantized, Recipe, Shares, contract
+from maxmeg.ops.quantized import Quantized, Recipe, Shares, all_finite, contract
 
 INT8_LARGEST = 127
 
@@ -80,10 +80,10 @@ class Int8(Recipe):
 
     def weights(self, w: Float[Array, "*E I O"], largest: jax.Array | None) -> list[Quantized]:
         assert largest is not None
-        return [to_int8(w, largest)]
+        return [to_int8(w, largest, -2)]
 
     def inputs(self, x: Float[Array, "*E T I"]) -> tuple[Quantized, Quantized]:
-        stored = to_int8(x, jnp.max(jnp.abs(x), axis=-1, keepdims=True))
+        stored = to_int8(x, jnp.max(jnp.abs(x), axis=-1, keepdims=True), -1)
         return stored, stored
 
     def wide(self, quantized: Quantized, dtype) -> jax.Array:
@@ -92,8 +92,9 @@ class Int8(Recipe):
         return (codes.astype(jnp.float32) * scale).astype(dtype)
 
 
-def to_int8(x: jax.Array, largest: jax.Array) -> Quantized:
-    """(x / scale rounded to int8, scale), so that numbers up to `largest` fit."""
-    scale = largest.astype(jnp.float32) / INT8_LARGEST
+def to_int8(x: jax.Array, largest: jax.Array, axis: int) -> Quantized:
+    """(x / scale rounded to int8, scale), so that numbers up to `largest`, of those along the axis,
+    fit. The scale is NaN if one of them is not finite."""
+    scale = jnp.where(all_finite(x, axis), largest.astype(jnp.float32) / INT8_LARGEST, jnp.nan)
     inverse = jnp.where(scale > 0, 1 / scale, 0)
     return jnp.round(x.astype(jnp.float32) * inverse).astype(jnp.int8), scale

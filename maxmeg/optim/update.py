@@ -98,9 +98,9 @@ def apply(
     optimizer, decay: float, arguments: dict, gradients, old: Parts, aux: list, **rows
 ) -> Parts:
     """Update arrays in device memory; returns float32 masters without remainders."""
-    own = whole(trained(old.model), old.remainders)
-    updates, moments = optimizer.update(gradients, old.moments, own, **arguments, **rows)
-    model = joined(jax.tree.map(jnp.add, own, updates), fixed(old.model))
+    masters = whole(trained(old.model), old.remainders)
+    updates, moments = optimizer.update(gradients, old.moments, masters, **arguments, **rows)
+    model = joined(jax.tree.map(jnp.add, masters, updates), fixed(old.model))
     model.update(aux)
     return Parts(model, None, moments, averaged(old.ema, trained(model), decay))
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxmeg.ops.quantized import BLOCK, Quantized, Recipe, dequantize_blocks, matmul
+from maxmeg.ops.quantized import BLOCK, Recipe, dequantize_blocks, matmul
 
 NAMES = ("y", "dx", "dw")
 # Of the norm, against sums of the same codes; bfloat16 is that of the results.
@@ -55,23 +55,24 @@ def arrays_of(case: Case, dtype: str) -> list[np.ndarray]:
     return arrays
 
 
-def wide(quantized: Quantized) -> np.ndarray:
-    return np.asarray(dequantize_blocks(*quantized, jnp.float32), np.float64)
+@jax.jit
+def rounded(x, w, slope) -> list[jax.Array]:
+    """The weights; inputs and slopes by rows; both by columns."""
+    recipe = recipe_of("xla")
+    pairs = [(x, -1), (slope, -1), (x, -2), (slope, -2)]
+    quantized = [recipe.quantize(array, recipe.forward, dim) for array, dim in pairs]
+    quantized = [recipe.weights(w, None)[0], *quantized]
+    return [dequantize_blocks(*each, jnp.float32) for each in quantized]
 
 
 def expected(case: Case, x, w, slope) -> dict[str, np.ndarray]:
     """Products of the rounded numbers in float64."""
-    recipe = recipe_of("xla")
-
-    def rounded(array, dim: int) -> np.ndarray:
-        array = jnp.asarray(array)
-        return wide(recipe.quantize(array, recipe.forward, dim))[..., : array.shape[-2], :]
-
-    w = wide(recipe.weights(jnp.asarray(w), None)[0])
+    arrays = [np.asarray(array, np.float64) for array in rounded(x, w, slope)]
+    w, x_rows, slope_rows, x_columns, slope_columns = arrays
     return {
-        "y": rounded(x, -1) @ w,
-        "dx": rounded(slope, -1) @ w.swapaxes(-1, -2),
-        "dw": rounded(x, -2).swapaxes(-1, -2) @ rounded(slope, -2),
+        "y": x_rows @ w,
+        "dx": slope_rows @ w.swapaxes(-1, -2),
+        "dw": x_columns.swapaxes(-1, -2) @ slope_columns,
     }
 
 

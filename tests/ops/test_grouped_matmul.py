@@ -24,8 +24,8 @@ from tables import thinned
 import maxmeg.ops.experts.grouped_matmul as module
 from maxmeg.ops import backend as choice
 from maxmeg.ops.backend import Device
-from maxmeg.ops.experts.grouped_matmul import FP8, grouped_matmul, in_rows
-from maxmeg.ops.quantized import Recipe
+from maxmeg.ops.experts.grouped_matmul import grouped_matmul, in_rows
+from maxmeg.ops.quantized import E4M3, Recipe
 
 FINITE_DIFFERENCES = 2e-3  # float32, steps of 1e-2
 EIGHT_BITS = ("fp8", "fp8, rows after the last", "blockwise", "mxfp8", "blockwise, several blocks")
@@ -75,15 +75,13 @@ def test_codes_that_are_there_are_multiplied(name: str):
     (x, w, _), sizes = arrays_of(case, "bfloat16")
     recipe = RECIPES[case.recipe]
     assert recipe is not None
-    codes, x_codes = (
-        recipe.weights(jnp.asarray(w), jnp.max(jnp.abs(w))),
-        in_rows(jnp.asarray(x), recipe, FP8),
-    )
-    how = {"codes": codes, "recipe": recipe, "backend": "xla"}
+    codes = jax.jit(recipe.weights)(w, jnp.max(jnp.abs(w)))
+    x_codes = jax.jit(lambda x: in_rows(x, recipe, E4M3))(x)
+    how: dict = {"codes": codes, "recipe": recipe, "backend": "xla"}
     given = functools.partial(grouped_matmul, x_codes=x_codes, **how)
     operands = jnp.asarray(x), jnp.asarray(w), jnp.asarray(sizes)
-    quantized_here = grouped_matmul(*operands, **how)
-    np.testing.assert_array_equal(given(*operands), quantized_here)
+    quantized_here = jax.jit(functools.partial(grouped_matmul, **how))
+    np.testing.assert_array_equal(jax.jit(given)(*operands), quantized_here(*operands))
     assert "reduce_max" not in str(jax.make_jaxpr(given)(*operands))  # none looks for a scale
 
 

@@ -40,21 +40,22 @@ def test_rows_to_experts_are_rounded_and_those_from_them_are_not(name: str):
     scales = 2.0 ** rng.integers(-12, 12, (TOKENS, 1))  # of each token's own size
     x, slope = np.asarray(rng.normal(size=(2, TOKENS, SIZE)) * scales, np.float32)
     y = np.float32(rng.normal(size=(len(order.copies_R), SIZE)))
-    wide, narrow = (Route(order, Partial(moved), Partial(moved_back), r) for r in (None, recipe))
     near = functools.partial(np.testing.assert_allclose, rtol=SAME, atol=SAME * np.abs(x).max())
     of_token = functools.partial(e4m3, axes=1, size=recipe.block or SIZE)
 
-    sent, pull = jax.vjp(lambda x: narrow.dispatch(x).values_RD, jnp.asarray(x))
-    expected, pull_wide = jax.vjp(lambda x: wide.dispatch(x).values_RD, jnp.asarray(of_token(x)))
-    np.testing.assert_array_equal(sent, expected)
-    y = jnp.asarray(y)
-    near(pull(y)[0], pull_wide(y)[0])
+    @functools.partial(jax.jit, static_argnums=0)
+    def both(is_packed: bool, x, y, slope):
+        route = Route(order, Partial(moved), Partial(moved_back), recipe if is_packed else None)
+        sent, pull = jax.vjp(lambda x: route.dispatch(x).values_RD, x)
+        summed, pull_sums = jax.vjp(route.combine, y)
+        return sent, *pull(y), summed, *pull_sums(slope)
 
-    summed, pull = jax.vjp(narrow.combine, y)
-    expected, pull_wide = jax.vjp(wide.combine, y)
-    near(summed, expected)
-    rounded = jnp.asarray(of_token(slope), jnp.float32)
-    np.testing.assert_array_equal(pull(jnp.asarray(slope))[0], pull_wide(rounded)[0])
+    sent, x_slope, summed, y_slope = both(True, x, y, slope)
+    wanted = both(False, *(np.float32(a) for a in (of_token(x), y, of_token(slope))))
+    np.testing.assert_array_equal(sent, wanted[0])
+    near(x_slope, wanted[1])
+    near(summed, wanted[2])
+    np.testing.assert_array_equal(y_slope, wanted[3])
 
 
 @pytest.mark.parametrize(("name", "scales"), [("blockwise", 2), ("mxfp8", 8), ("tensorwise", 1)])

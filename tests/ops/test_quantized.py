@@ -111,13 +111,12 @@ def test_what_shares_a_scale_hardly_changes_a_number(seed: int, shift: int):
     np.testing.assert_array_equal(alone, beside[:-1])
 
 
-def rounded(x, dtype: str, dim: int, recipe: Recipe) -> np.ndarray:
+def rounded(x, dtype: str, dim: int, recipe: Recipe) -> jax.Array:
     """x as a product that sums over `dim` reads it."""
     codes, scale = recipe.quantize(x, dtype, dim)
     if recipe.block:
-        wide = np.asarray(dequantize_blocks(codes, scale, jnp.float32), np.float64)
-        return wide[..., : x.shape[-2], : x.shape[-1]]
-    return np.asarray(codes, np.float64) * float(scale)
+        return dequantize_blocks(codes, scale, jnp.float32)[..., : x.shape[-2], : x.shape[-1]]
+    return codes.astype(jnp.float32) * scale
 
 
 def scaled_matmul(a, b, a_scale, b_scale, preferred_element_type):
@@ -155,19 +154,21 @@ def test_products_are_those_of_the_rounded_operands(shape, name, dtype):
         jnp.asarray(rng.normal(size=(*shape, *size)), dtype)
         for size in ((48, 32), (32, 64), (48, 64))
     )
-    copies = recipe.weights(w, None) if recipe.block else [recipe.quantize(w, recipe.forward, -1)]
 
     @jax.jit
     def run(x, w, slope):
+        copies = recipe.weights(w, jnp.max(jnp.abs(w)))
         y, pull = jax.vjp(lambda x, w: matmul(x, w, copies[0], copies[-1], recipe), x, w)
-        return y, *pull(slope)
+        kinds = {"x": (x, recipe.forward), "w": (w, recipe.forward)}
+        kinds["slope"] = slope, recipe.backward
+        pairs = itertools.product(kinds, (-1, -2))
+        near = {(name, dim): rounded(*kinds[name], dim, recipe) for name, dim in pairs}
+        return (y, *pull(slope)), near
 
-    actual = run(x, w, slope)
-    kinds = {"x": (x, recipe.forward), "w": (w, recipe.forward), "slope": (slope, recipe.backward)}
-    near = {
-        (name, dim): rounded(*pair, dim, recipe) for name, pair in kinds.items() for dim in (-1, -2)
-    }
-    exact = {(name, dim): np.asarray(kinds[name][0], np.float64) for name, dim in near}
+    actual, near = run(x, w, slope)
+    near = {place: np.asarray(array, np.float64) for place, array in near.items()}
+    operands = {"x": x, "w": w, "slope": slope}
+    exact = {(name, dim): np.asarray(operands[name], np.float64) for name, dim in near}
     for values, tolerance in (
         (near, 2.0**-7 if dtype == "bfloat16" else 1e-3),
         (exact, PRODUCT[recipe.backward]),

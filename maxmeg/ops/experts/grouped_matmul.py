@@ -36,6 +36,7 @@ from maxmeg.ops.experts import grouped_matmul_mosaic, grouped_matmul_xla
 from maxmeg.ops.experts.aligned_groups import align_groups, aligned_sizes
 from maxmeg.ops.quantized import (
     BLOCK,
+    E4M3,
     Quantized,
     Recipe,
     biased_exponents,
@@ -48,7 +49,6 @@ from maxmeg.ops.quantized import (
 
 BACKENDS = {"mosaic": grouped_matmul_mosaic, "xla": grouped_matmul_xla}
 ORDER = ("xla",)  # for "auto": mosaic has not been measured
-FP8 = "float8_e4m3fn"
 Past = tuple[Array, Array]  # `scales` and `largest` of ops.delayed.matmul
 
 
@@ -126,7 +126,7 @@ def in_rows(x_TK: Array, recipe: Recipe, dtype: str) -> Quantized:
     """x for sums over features: codes, and exponents of the scales of rows or of their blocks."""
     if recipe.block:
         return recipe.quantize(x_TK, dtype, -1)
-    return quantize_blocks(x_TK, FP8, (1, x_TK.shape[1]))
+    return quantize_blocks(x_TK, E4M3, (1, x_TK.shape[1]))
 
 
 def in_columns(x_TD: Array, sizes_E: Array, recipe: Recipe, dtype: str) -> Quantized:
@@ -134,8 +134,8 @@ def in_columns(x_TD: Array, sizes_E: Array, recipe: Recipe, dtype: str) -> Quant
     if recipe.block:
         return recipe.quantize(align_groups(x_TD, sizes_E, recipe.block), dtype, -2)
     live_T1 = jnp.arange(x_TD.shape[0])[:, None] < jnp.sum(sizes_E)
-    scale_D = scale_of(jnp.max(jnp.where(live_T1, jnp.abs(x_TD), 0), axis=0), FP8)
-    return quantize(x_TD, FP8, scale_D)
+    scale_D = scale_of(jnp.max(jnp.where(live_T1, jnp.abs(x_TD), 0), axis=0), E4M3)
+    return quantize(x_TD, E4M3, scale_D)
 
 
 def multiply_columns(
@@ -161,9 +161,9 @@ def delayed_product(
 
     scales, largest = past
     # Backends multiply E4M3 alone: the scale of gradients is made for the range of recipe.backward.
-    ranges = [float(jnp.finfo(dtype).max) for dtype in (recipe.backward, FP8)]
+    ranges = [float(jnp.finfo(dtype).max) for dtype in (recipe.backward, E4M3)]
     scales = scales.at[delayed.GRADIENT].multiply(ranges[0] / ranges[1])
-    recipe = dataclasses.replace(recipe, backward=FP8)
+    recipe = dataclasses.replace(recipe, backward=E4M3)
     products = Partial(functools.partial(delayed_multiply, recipe, backend), sizes_E)
     return live(delayed.matmul(live(x_TD), w_EDF, codes, scales, largest, products, recipe))
 

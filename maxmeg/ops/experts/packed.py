@@ -20,8 +20,8 @@ from jax import lax
 from jaxtyping import Array, Float, UInt8
 
 from maxmeg.ops.experts.dispatch import Order, collect, spread
-from maxmeg.ops.experts.grouped_matmul import FP8, exact, in_rows
-from maxmeg.ops.quantized import Quantized, Recipe, dequantize_blocks
+from maxmeg.ops.experts.grouped_matmul import exact, in_rows
+from maxmeg.ops.quantized import E4M3, Quantized, Recipe, dequantize_blocks
 
 Send = Callable[[Array], Array]  # a pytree: jax.tree_util.Partial
 
@@ -45,13 +45,13 @@ class Rows(NamedTuple):
 
 def pack(x_TD: Float[Array, "T D"], recipe: Recipe) -> UInt8[Array, "T W"]:
     """The codes of each row, and the exponents of its scales."""
-    codes, exponents = in_rows(x_TD, recipe, FP8)
+    codes, exponents = in_rows(x_TD, recipe, E4M3)
     return jnp.concatenate((lax.bitcast_convert_type(codes, jnp.uint8), exponents), axis=1)
 
 
 def unpack(rows_RW: UInt8[Array, "R W"], size: int) -> Quantized:
     """(codes [R, size], exponents of their scales)."""
-    codes = lax.bitcast_convert_type(rows_RW[:, :size], jnp.dtype(FP8))
+    codes = lax.bitcast_convert_type(rows_RW[:, :size], jnp.dtype(E4M3))
     return codes, rows_RW[:, size:]
 
 

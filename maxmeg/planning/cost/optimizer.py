@@ -44,9 +44,8 @@ def moment_bytes(work: Workload, shard: Shard) -> int:
         return FLOAT32 * shard.stored * moments(work, shard) + others
     if kind is Moments.bfloat16:
         return 2 * shard.stored * moments(work, shard) + others
-    sizes, mesh = mesh_shape(work.axes, work.config.parallel.fold), dict[str, int]()
-    mesh.update(zip(MESH_AXES, sizes, strict=True))
-    size, shards = variable.shape[-1], math.prod(mesh[axis] for axis in shard.cuts[-1])
+    mesh, size = abstract_mesh(work).shape, variable.shape[-1]
+    shards = math.prod(mesh[axis] for axis in shard.cuts[-1])
     block = block_size(size)
     copies = shards if size // block % shards else 1
     scales = FLOAT32 * copies * shard.stored // block
