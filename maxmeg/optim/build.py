@@ -91,9 +91,9 @@ def descend(config: OptimConfig, width: float = 1.0) -> optax.GradientTransforma
 
         def one(path, update, parameter):
             name = jax.tree_util.keystr(path, simple=True, separator=".")
-            fits = [group for group in groups if fnmatch.fnmatchcase(name, group.pattern)]
-            matched.update(fits)
-            group = (*fits, everything)[0]
+            fits = (group for group in groups if fnmatch.fnmatchcase(name, group.pattern))
+            group = next(fits, everything)
+            matched.add(group)
             decay = group.decay * weight_decay if decays(parameter) else 0.0
             factor = group.rate * rate(path, parameter)
 
@@ -105,8 +105,8 @@ def descend(config: OptimConfig, width: float = 1.0) -> optax.GradientTransforma
         mapped = jax.tree_util.tree_map_with_path(one, updates, params, is_leaf=is_variable)
         if unused := [group.pattern for group in groups if group not in matched]:
             raise ValueError(
-                f"optim.groups: no parameter's name matches {', '.join(unused)}; "
-                "log.parameters=true prints the names before the first step"
+                f"optim.groups: {', '.join(unused)} has no parameters: no name matches, or only "
+                "names that an earlier pattern matches too; log.parameters=true prints all names"
             )
         return mapped, state
 

@@ -1,5 +1,6 @@
 """The optimizer against formulas in NumPy, and which parameters have weight decay."""
 
+import re
 import typing
 from pathlib import Path
 
@@ -90,9 +91,10 @@ def test_groups_have_rates_and_decays_of_their_own():
     expected = weight - 2 * 0.1 * (1 + 0.5 * 0.5 * weight)
     np.testing.assert_allclose(actual["weight"][...], expected, rtol=1e-6)
     np.testing.assert_allclose(actual["sinks"][...], sinks - 3 * 0.1, rtol=1e-6)
-    config.groups = ("*.bias:1:1",)
-    with pytest.raises(ValueError, match=r"no parameter's name matches \*\.bias"):
-        steps(config, [TREE])
+    for unused in ("*.bias", "sinks"):  # the second after a group that takes it
+        config.groups = ("s*:3:7", f"{unused}:1:1")
+        with pytest.raises(ValueError, match=rf"{re.escape(unused)} has no parameters"):
+            steps(config, [TREE])
 
 
 def parameters():

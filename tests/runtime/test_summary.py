@@ -4,7 +4,8 @@ import types
 
 import pytest
 
-from maxmeg.config.schema import Config
+from maxmeg.config.quantization import QuantizationRecipe
+from maxmeg.config.schema import Config, Optimizer
 from maxmeg.config.setting import with_fields
 from maxmeg.models.registry import use_architecture
 from maxmeg.runtime import screen
@@ -43,6 +44,21 @@ def test_active_and_trained_parameters_are_told():
     config.lora.rank = 4  # of query and value
     total, shown = total + adapters, f"{quantity(adapters)} trainable"
     assert words(config)["params"].startswith(f"{total:,}, ") and shown in words(config)["params"]
+
+
+def test_what_differs_from_the_defaults_is_told():
+    config = with_fields(
+        model_of(SMALL),
+        {
+            "train.quantization.recipe": QuantizationRecipe.nvfp4,
+            "optim.optimizer": Optimizer.muon,
+            "optim.ema.decay": 0.9,
+            "optim.offload": True,
+        },
+    )
+    assert words(config)["model"].endswith("bfloat16, quantization nvfp4")
+    assert "optimizer (muon, with averages, in host memory), step" in words(config)["memory"]
+    assert "optimizer, step" in words(model_of(SMALL))["memory"]
 
 
 @pytest.mark.parametrize("name", ["gpt3-175b", "deepseek-v3"])

@@ -5,7 +5,8 @@ from collections.abc import Iterator, Mapping
 
 import jax
 
-from maxmeg.config.schema import Config
+from maxmeg.config.quantization import QuantizationRecipe
+from maxmeg.config.schema import Config, Optimizer
 from maxmeg.parallel.rules import is_trained
 from maxmeg.planning.cost.parameters import num_parameters
 from maxmeg.planning.cost.workload import parameters
@@ -38,6 +39,8 @@ def model_words(config: Config) -> str:
         kv = f" ({model.kv_heads} KV)" if shared else ""
         words.append(f"{model.attention.num_heads} heads{kv}")
     words += [f"vocabulary {model.vocab_size:,}", model.dtype.name]
+    if (recipe := config.train.quantization.recipe) is not QuantizationRecipe.none:
+        words.append(f"quantization {recipe.name}")
     return ", ".join(words)
 
 
@@ -63,6 +66,10 @@ def memory_words(config: Config, state) -> str:
     """Memory per device: of the state by its shardings, of a whole step by the planner."""
     words = f"{memory_size(_bytes((state.model, state.remainders)))} parameters, "
     words += f"{memory_size(_bytes((state.optimizer, state.ema, state.history)))} optimizer"
+    notes = [config.optim.optimizer.name] * (config.optim.optimizer is not Optimizer.adamw)
+    notes += ["with averages"] * (config.optim.ema.decay > 0)
+    notes += ["in host memory"] * config.optim.offload
+    words += f" ({', '.join(notes)})" if notes else ""
     planned, limit = planned_memory(config, jax.device_count()), memory_limit()
     if planned:
         needed = sum(planned.values())
