@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from layouts import controls, mesh_of, tiny, tiny_abstract, tiny_batch, tiny_state
 
+from maxmeg.checkpoint.resume import with_scaler_of
 from maxmeg.config.model import DType
 from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.schema import Config, LogConfig, TrainConfig
@@ -74,6 +75,16 @@ def test_an_overflow_changes_the_step_number_and_the_scale_alone():
     assert step._cache_size() == 1
     grown = to_arrays(state)["model.embedding.table"]
     assert not np.array_equal(grown, before["model.embedding.table"])
+
+
+def test_a_fixed_scale_replaces_that_of_a_checkpoint():
+    config = tiny({"dtype": DType.float16})
+    _, abstract, state = tiny_state(config, mesh_of(config))
+    assert state.scaler is not None and abstract.scaler is not None
+    skipped = dataclasses.replace(state.scaler, skipped_samples=state.scaler.skipped_samples + 8)
+    config.optim.loss_scale.fixed = 512.0
+    resumed = with_scaler_of(dataclasses.replace(state, scaler=skipped), config, abstract).scaler
+    assert resumed is not None and (resumed.scale, resumed.skipped_samples) == (512.0, 8)
 
 
 def test_other_dtypes_have_no_scale():

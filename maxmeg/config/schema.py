@@ -85,7 +85,9 @@ class WeightDecayRamp(enum.Enum):
 class LossScaleConfig:
     """Scale of the loss with model.dtype=float16: it halves where gradients overflow."""
 
-    fixed: float = setting(0.0, "constant scale; 0: dynamic", "--loss-scale", at_least=0, below=1e38)
+    fixed: float = setting(
+        0.0, "constant scale; 0: dynamic", "--loss-scale", at_least=0, below=1e38
+    )
     initial: float = setting(
         2.0**32,
         "scale of the first step",

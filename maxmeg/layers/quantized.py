@@ -116,6 +116,12 @@ def with_codes(
     model, reductions = _copy(model), _copy(reductions)
     sides = [quantized_matrices(side, recipe) for side in (model, reductions)]
     weights = [getattr(module, name) for module, name in sides[0]]
+    if not weights:
+        raise ValueError(
+            "train.quantization.recipe has no effect: no matrix of its layers has sizes that are "
+            f"multiples of {recipe.block or MULTIPLE}; choose such sizes (model.hidden_size, "
+            "mlp.ffn_size ...), or set train.quantization.recipe=none"
+        )
     cuts = [getattr(module, name).get_value().cut for module, name in sides[1]]
     # Elsewhere than in the stack, the shards of ZeRO-1 have been gathered.
     cuts = [cut if layers_of(weight) else None for cut, weight in zip(cuts, weights, strict=True)]

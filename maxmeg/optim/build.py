@@ -15,7 +15,7 @@ from maxmeg.optim.adafactor import scale_by_adafactor
 from maxmeg.optim.muon import scale_by_muon
 from maxmeg.optim.soap import scale_by_soap
 from maxmeg.optim.storage import stored
-from maxmeg.optim.trees import is_matrix_of_layer
+from maxmeg.optim.trees import is_matrix_of_layer, short_name
 from maxmeg.parallel.rules import has_matrices, is_variable
 
 
@@ -91,8 +91,8 @@ def descend(config: OptimConfig, width: float = 1.0) -> optax.GradientTransforma
 
         def one(path, update, parameter):
             name = jax.tree_util.keystr(path, simple=True, separator=".")
-            fits = (group for group in groups if fnmatch.fnmatchcase(name, group.pattern))
-            group = next(fits, everything)
+            names = name, short_name(name)
+            group = next((g for g in groups if fnmatch.filter(names, g.pattern)), everything)
             matched.add(group)
             decay = group.decay * weight_decay if decays(parameter) else 0.0
             factor = group.rate * rate(path, parameter)

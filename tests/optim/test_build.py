@@ -97,6 +97,16 @@ def test_groups_have_rates_and_decays_of_their_own():
             steps(config, [TREE])
 
 
+@pytest.mark.parametrize("pattern", ["layers.0.1.mlp.up", "stack.*.mlp.up"])
+def test_groups_match_names_as_log_parameters_prints_them(pattern):
+    mixers = {"mixers": {"mlp": {"up": TREE["weight"]}}}
+    tree = {"stack": {"groups": [{"sublayers": [{}, mixers]}]}, "weight": TREE["weight"]}
+    optimizer = make_optimizer(OptimConfig(Optimizer.sgd, groups=(f"{pattern}:0:1",)))
+    updates, _ = optimizer.update(tree, optimizer.init(tree), tree, **RATES)
+    inside, outside = jax.tree.leaves(updates)
+    assert not inside.any() and outside.all()
+
+
 def parameters():
     """(name, variable) of every parameter of all families, and of what none of them has."""
     for file in sorted(GOLDEN.glob("*.txt")):

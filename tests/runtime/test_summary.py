@@ -48,7 +48,7 @@ def test_active_and_trained_parameters_are_told():
 
 def test_what_differs_from_the_defaults_is_told():
     config = with_fields(
-        model_of(SMALL),
+        model_of(SMALL | {"hidden_size": 16, "mlp.ffn_size": 24}),
         {
             "train.quantization.recipe": QuantizationRecipe.nvfp4,
             "optim.optimizer": Optimizer.muon,
@@ -56,7 +56,8 @@ def test_what_differs_from_the_defaults_is_told():
             "optim.offload": True,
         },
     )
-    assert words(config)["model"].endswith("bfloat16, quantization nvfp4")
+    share = 2 * 4 * 16 * 16 / (5 * 16 + 2 * 257 * 16 + 2 * (4 * 16 * 16 + 3 * 16 * 24))
+    assert words(config)["model"].endswith(f"bfloat16, nvfp4 for {share:.0%} of parameters")
     assert "optimizer (muon, with averages, in host memory), step" in words(config)["memory"]
     assert "optimizer, step" in words(model_of(SMALL))["memory"]
 

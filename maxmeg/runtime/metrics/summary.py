@@ -5,11 +5,11 @@ from collections.abc import Iterator, Mapping
 
 import jax
 
-from maxmeg.config.quantization import QuantizationRecipe
 from maxmeg.config.schema import Config, Optimizer
+from maxmeg.ops.recipes import recipe_of
 from maxmeg.parallel.rules import is_trained
 from maxmeg.planning.cost.parameters import num_parameters
-from maxmeg.planning.cost.workload import parameters
+from maxmeg.planning.cost.workload import Parameter, parameters
 from maxmeg.planning.remedies import planned_kernels, planned_memory
 from maxmeg.runtime.metrics.memory import memory_limit
 from maxmeg.runtime.metrics.progress import memory_size, quantity
@@ -39,9 +39,24 @@ def model_words(config: Config) -> str:
         kv = f" ({model.kv_heads} KV)" if shared else ""
         words.append(f"{model.attention.num_heads} heads{kv}")
     words += [f"vocabulary {model.vocab_size:,}", model.dtype.name]
-    if (recipe := config.train.quantization.recipe) is not QuantizationRecipe.none:
-        words.append(f"quantization {recipe.name}")
+    if share := quantized_share(config):
+        words.append(f"{config.train.quantization.recipe.name} for {share:.0%} of parameters")
     return ", ".join(words)
+
+
+def quantized_share(config: Config) -> float:
+    """Fraction of the parameters that train.quantization rounds."""
+    recipe, arrays = recipe_of(config.train.quantization), parameters(config.model)
+    if recipe is None:
+        return 0.0
+
+    def rounded(array: Parameter) -> bool:
+        if not array.quantizable:
+            return False
+        sizes = array.variable.get_metadata("sizes")[-2:]
+        return not any(size % (recipe.block or 1) for size in sizes)
+
+    return sum(a.variable.size for a in arrays if rounded(a)) / num_parameters(config.model)[0]
 
 
 def parameter_words(config: Config) -> str:
