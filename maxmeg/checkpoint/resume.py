@@ -234,6 +234,12 @@ def check_layers(model: ModelConfig, manifest: Manifest) -> None:
             f"the checkpoint of step {manifest.step} is of another model: {text}; resume with "
             "its layers, or train anew in another run_dir"
         )
+    for name in ("first_layers_bf16", "last_layers_bf16"):
+        if (number := saved.get(name, 0)) != (now := getattr(model, name)):
+            raise ValueError(
+                f"model.{name}={now}, but the checkpoint of step {manifest.step} has {number}, "
+                "which divides its layers into other groups: resume with the same number"
+            )
 
 
 def check_optimizer(config: Config, manifest: Manifest) -> None:

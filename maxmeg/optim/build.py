@@ -15,8 +15,9 @@ from maxmeg.optim.adafactor import scale_by_adafactor
 from maxmeg.optim.muon import scale_by_muon
 from maxmeg.optim.soap import scale_by_soap
 from maxmeg.optim.storage import stored
-from maxmeg.optim.trees import is_matrix_of_layer, short_name
+from maxmeg.optim.trees import is_matrix_of_layer
 from maxmeg.parallel.rules import has_matrices, is_variable
+from maxmeg.runtime.metrics.parameter_table import short_name
 
 
 def make_optimizer(

@@ -1,7 +1,6 @@
 """Trees of variables in optimizers: parts of a tree, functions of several trees, and states whose
 shapes are not those of their parameters."""
 
-import re
 from collections.abc import Callable
 
 import jax
@@ -10,12 +9,6 @@ from flax import nnx
 from maxmeg.parallel.rules import FACTOR, MATRIX, STACKING_AXES, Side, is_variable, logical_axes
 
 OF_LAYERS = ("stack", "mtp")  # parts of a model with matrices that Muon and SOAP update
-
-
-def short_name(name: str) -> str:
-    """The name of a parameter in tables and patterns: sublayer 1 of group 0 of the stack is
-    layers.0.1."""
-    return re.sub(r"stack\.groups\.(\d+)\.sublayers\.(\d+)\.(mixers\.)?", r"layers.\1.\2.", name)
 
 
 def is_matrix(part: str, axes: tuple[str | None, ...]) -> bool:

@@ -1,9 +1,10 @@
 """The table of all parameters (log.parameters)."""
 
 import dataclasses
+import re
 from collections.abc import Sequence
 
-from maxmeg.optim.trees import short_name
+_SUBLAYER = re.compile(r"stack\.groups\.(\d+)\.sublayers\.(\d+)\.(mixers\.)?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +46,11 @@ def num_bytes(number: float) -> str:
             return f"{number:.0f} {unit}" if unit == "B" else f"{number:.3g} {unit}"
         number /= 1024
     return f"{number:.3g} TiB"
+
+
+def short_name(name: str) -> str:
+    """The name of a parameter in the table and in optim.groups."""
+    return _SUBLAYER.sub(r"layers.\1.\2.", name)
 
 
 def _shape(row: ParameterRow) -> str:
