@@ -188,7 +188,7 @@ def analytic_text(report: Analytic) -> str:
         [
             *memory_table(report.memory, "memory per GPU, estimated"),
             f"  {verdict(report)}",
-            *(memory_table(report.host_memory, HOST_TITLE) if report.host_memory else ()),
+            *(["", *memory_table(report.host_memory, HOST_TITLE)] if report.host_memory else ()),
             *remedies_text(report),
         ],
         aligned([["activations by recompute mode", "GiB"], *modes], right=1),
