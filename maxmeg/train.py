@@ -210,7 +210,7 @@ def finish(run: Run, state) -> None:
         lines = (line.rstrip() for line in text.splitlines())
         print("", "--- sample", *lines, "---", sep="\n")
     if words := validation_words(config.run_dir):
-        print(words)
+        print(f"{words}{', of the averaged weights' * config.optim.ema.evaluates}")
     for title, path in write_plots(config.run_dir).items():
         print(f"{title}: {path}")
     if saved:

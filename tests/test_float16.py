@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 from layouts import controls, mesh_of, tiny, tiny_abstract, tiny_batch, tiny_state
 
+from maxmeg.checkpoint.resume import with_scaler_of
 from maxmeg.config.model import DType
 from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.schema import Config, LogConfig, TrainConfig
 from maxmeg.config.setting import with_fields
 from maxmeg.configs import gpt
+from maxmeg.runtime.faults.guard import NonFiniteLoss
 from maxmeg.state import to_arrays
 from maxmeg.step import make_gradients, make_train_step
 from maxmeg.train import main
@@ -75,6 +77,16 @@ def test_an_overflow_changes_the_step_number_and_the_scale_alone():
     assert not np.array_equal(grown, before["model.embedding.table"])
 
 
+def test_a_fixed_scale_replaces_that_of_a_checkpoint():
+    config = tiny({"dtype": DType.float16})
+    _, abstract, state = tiny_state(config, mesh_of(config))
+    assert state.scaler is not None and abstract.scaler is not None
+    skipped = dataclasses.replace(state.scaler, skipped_samples=state.scaler.skipped_samples + 8)
+    config.optim.loss_scale.fixed = 512.0
+    resumed = with_scaler_of(dataclasses.replace(state, scaler=skipped), config, abstract).scaler
+    assert resumed is not None and (resumed.scale, resumed.skipped_samples) == (512.0, 8)
+
+
 def test_other_dtypes_have_no_scale():
     config = tiny()
     assert tiny_abstract(config, mesh_of(config))[1].scaler is None
@@ -100,6 +112,13 @@ def last_loss(run_dir: Path, parallel: ParallelConfig | None = None, **train) ->
     config.parallel = parallel or config.parallel
     main(config)
     return float(np.mean([row["loss"] for row in metrics(config)[-20:]]))
+
+
+def test_a_fixed_scale_that_overflows_ends_the_run(tmp_path):
+    config = small(tmp_path, DType.float16, 4, max_skipped_steps=2)
+    config.optim.loss_scale.fixed = 1e30  # as float32 it is larger
+    with pytest.raises(NonFiniteLoss, match="steps 1 to 2 were skipped"):
+        main(config)
 
 
 @pytest.mark.slow
@@ -130,7 +149,7 @@ def test_schedules_wait_for_skipped_steps_and_a_resumed_run_for_their_number(tmp
     # To another dtype and back: the scale begins anew.
     assert "loss_scale" not in run("broken", 11, DType.bfloat16)[-1]
     assert run("broken", 12)[-1]["loss_scale"] == 2.0**19
-    assert "scale 5.24e+05" in capsys.readouterr().out
+    assert "scale 2^19" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -135,6 +135,7 @@ def check(config: Config, manifest: Manifest, abstract: TrainState, tokenizer: s
     check_tokenizer(tokenizer, manifest.metadata["tokenizer"])
     check_base(config, manifest.metadata.get("base", {}))
     check_layers(config.model, manifest)
+    check_optimizer(config, manifest)
     tree, options = _request(as_saved(config, abstract, manifest))
     check_tree(manifest, flatten(tree), **options)
 
@@ -210,11 +211,17 @@ def with_saved_scaler(abstract: TrainState, manifest: Manifest) -> TrainState:
 
 
 def with_scaler_of(state: TrainState, config: Config, abstract: TrainState) -> TrainState:
-    """The state with a loss scale if the run needs one: the checkpoint's, else the first."""
-    if abstract.scaler is None or state.scaler is not None:
-        return dataclasses.replace(state, scaler=abstract.scaler and state.scaler)
-    places = jax.tree.map(lambda a: a.sharding, abstract.scaler)
-    scaler = jax.jit(lambda: first_scaler(config), out_shardings=places)()
+    """The state with a loss scale if the run needs one: the fixed one, else the checkpoint's, else
+    the first."""
+    before, fixed = state.scaler, config.optim.loss_scale.fixed
+    if abstract.scaler is None or (before is not None and not fixed):
+        return dataclasses.replace(state, scaler=abstract.scaler and before)
+
+    def first():
+        scaler = first_scaler(config)
+        return dataclasses.replace(before, scale=scaler.scale) if before and scaler else scaler
+
+    scaler = jax.jit(first, out_shardings=shardings_of(abstract.scaler))()
     return dataclasses.replace(state, scaler=scaler)
 
 
@@ -226,6 +233,23 @@ def check_layers(model: ModelConfig, manifest: Manifest) -> None:
         raise ValueError(
             f"the checkpoint of step {manifest.step} is of another model: {text}; resume with "
             "its layers, or train anew in another run_dir"
+        )
+    for name in ("first_layers_bf16", "last_layers_bf16"):
+        if (number := saved.get(name, 0)) != (now := getattr(model, name)):
+            raise ValueError(
+                f"model.{name}={now}, but the checkpoint of step {manifest.step} has {number}, "
+                "which divides its layers into other groups: resume with the same number"
+            )
+
+
+def check_optimizer(config: Config, manifest: Manifest) -> None:
+    """ValueError if the state of a checkpoint's optimizer has not the arrays of the run's."""
+    before = manifest.metadata["config"]["optim"]["optimizer"]
+    if before != (now := config.optim.optimizer.value):
+        raise ValueError(
+            f"the checkpoint of step {manifest.step} has the state of optim.optimizer={before}, "
+            f"not of {now}: set it back; or start {now} anew from the weights, with "
+            "checkpoint.init_from=FOLDER of that run, in another run_dir"
         )
 
 

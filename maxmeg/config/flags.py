@@ -172,7 +172,7 @@ def _unexpected(argument, names):
 
 def _unknown(flag, option_kinds, setting_kinds):
     fields = reversed([*walk(Config())])  # the first field that replaces a flag counts
-    megatron = {field.metadata["flag"]: path for path, _, field in fields}
+    megatron = {name: p for p, _, field in fields for name in field.metadata["flag"].split(", ")}
     if setting_kinds and flag in megatron:
         return f"unknown flag {flag}: here it is --{megatron[flag]}"
     path = flag.lstrip("-").removeprefix("config.")

@@ -19,6 +19,9 @@ SYNONYMS = {
     "optim.beta2": "adam_beta2 adam_b2",
     "optim.eps": "adam_epsilon adam_eps epsilon",
     "optim.weight_decay": "adam_weight_decay wd",
+    "train.quantization.recipe": "fp8 fp4 float8 quant use_fp8 enable_fp8 fp4_format",
+    "optim.offload": "optimizer_memory_host_offload offload_optimizer cpu_offload",
+    "optim.ema.decay": "ema use_ema",
     "train.num_steps": "max_steps steps train_steps training_steps num_train_steps max_iters"
     " num_iterations iterations train_iters iters epochs num_epochs num_train_epochs",
     "train.global_batch_size": "batch_size train_batch_size total_batch_size batch",

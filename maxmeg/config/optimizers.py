@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import math
 
 from maxmeg.config.model import DType
 from maxmeg.config.setting import setting
@@ -155,9 +156,9 @@ class Group:
             rate, decay = map(float, factors)
         except ValueError:
             rate = decay = -1.0
-        if not pattern or min(rate, decay) < 0:
+        if not pattern or not all(0 <= factor < math.inf for factor in (rate, decay)):
             raise ValueError(
-                f"optim.groups has {text!r}: give PATTERN:RATE:DECAY with factors >= 0 of the "
-                "learning rate and of the weight decay, as in 'embedding.*:0.5:0'"
+                f"optim.groups has {text!r}: give PATTERN:RATE:DECAY with finite factors >= 0 of "
+                "the learning rate and of the weight decay, as in 'embedding.*:0.5:0'"
             )
         return cls(pattern, rate, decay)

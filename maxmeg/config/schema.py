@@ -85,9 +85,16 @@ class WeightDecayRamp(enum.Enum):
 class LossScaleConfig:
     """Scale of the loss with model.dtype=float16: it halves where gradients overflow."""
 
-    fixed: float = setting(0.0, "constant scale; 0: dynamic", "--loss-scale", at_least=0)
+    fixed: float = setting(
+        0.0, "constant scale; 0: dynamic", "--loss-scale", at_least=0, below=1e38
+    )
     initial: float = setting(
-        2.0**32, "scale of the first step", "--initial-loss-scale", above=0, needs="fixed=0.0"
+        2.0**32,
+        "scale of the first step",
+        "--initial-loss-scale",
+        above=0,
+        below=1e38,
+        needs="fixed=0.0",
     )
     minimum: float = setting(
         1.0,
@@ -151,7 +158,10 @@ class OptimConfig:
         at_least=0,
     )
     wsd_decay: WsdDecay = setting(
-        WsdDecay.exponential, "schedule of the decay phase of wsd", "--lr-wsd-decay-style"
+        WsdDecay.exponential,
+        "schedule of the decay phase of wsd",
+        "--lr-wsd-decay-style",
+        needs="decay=wsd",
     )
     wsd_decay_steps: int = setting(
         0, "length of the decay phase of wsd, steps", "--lr-wsd-decay-iters"
@@ -174,6 +184,7 @@ class OptimConfig:
         "--adam-beta1, --lion-beta1",
         at_least=0,
         below=1,
+        needs="optimizer=adamw|muon|lion|soap",
     )
     beta2: float = setting(
         0.95,
@@ -181,9 +192,14 @@ class OptimConfig:
         "--adam-beta2, --lion-beta2",
         at_least=0,
         below=1,
+        needs="optimizer=adamw|muon|lion|soap",
     )
-    eps: float = setting(1e-8, "Adam's epsilon", "--adam-eps", at_least=0)
-    momentum: float = setting(0.9, "SGD momentum", "--sgd-momentum", at_least=0, below=1)
+    eps: float = setting(
+        1e-8, "Adam's epsilon", "--adam-eps", at_least=0, needs="optimizer=adamw|muon|soap"
+    )
+    momentum: float = setting(
+        0.9, "SGD momentum", "--sgd-momentum", at_least=0, below=1, needs="optimizer=sgd"
+    )
     groups: tuple[str, ...] = setting(
         (),
         "PATTERN:RATE:DECAY multiplies learning rate and weight decay of the parameters whose "

@@ -283,6 +283,8 @@ def _write_folder(
     text = json.dumps(described, indent=2, sort_keys=True) + "\n"
     (target / "config.json").write_text(text, "utf-8")
     matched = [(binding.theirs, binding) for binding in bindings]
+    if (recipe := config.train.quantization.recipe.name).startswith("qat_"):
+        notes += (f"{recipe}: these weights are not rounded; quantize them with a server's tool",)
     report = _report(family, matched, config.data.tokenizer, notes)
     return dataclasses.replace(
         report, loaded_by=f"transformers.{family}.from_pretrained('{target}')"

@@ -119,8 +119,8 @@ def with_codes(
     if not weights:
         raise ValueError(
             "train.quantization.recipe has no effect: no matrix of the layers has sizes that are "
-            f"multiples of {recipe.block or MULTIPLE}: choose another recipe (tensorwise needs "
-            f"multiples of {MULTIPLE}), or none"
+            f"multiples of {recipe.block or MULTIPLE}; choose such sizes (model.hidden_size, "
+            f"mlp.ffn_size ...), another recipe (tensorwise needs multiples of {MULTIPLE}), or none"
         )
     cuts = [getattr(module, name).get_value().cut for module, name in sides[1]]
     # Elsewhere than in the stack, the shards of ZeRO-1 have been gathered.

@@ -167,13 +167,14 @@ def check_device(recipe: Recipe, device: Device) -> None:
     found = ".".join(map(str, device.capability))
     if device.capability < ADA <= recipe.capability:
         raise ValueError(
-            f"train.quantization needs compute capability 8.9 (Ada) or newer, found {found}: set "
-            "train.quantization.recipe=none"
+            "8-bit and 4-bit products need compute capability 8.9 (Ada) or newer, found "
+            f"{found}: set train.quantization.recipe=none, mxfp4 or a qat_... recipe"
         )
     if device.capability < recipe.capability:
         raise ValueError(
-            "train.quantization.recipe=mxfp8 and nvfp4 need compute capability 10.0 (Blackwell) or "
-            f"newer, found {found}: set train.quantization.recipe=tensorwise"
+            "this train.quantization.recipe (mxfp8, nvfp4) needs compute capability 10.0 "
+            f"(Blackwell) or newer, found {found}: set train.quantization.recipe=tensorwise, "
+            "delayed, blockwise, mxfp4 or a qat_... recipe"
         )
 
 

@@ -17,6 +17,7 @@ from maxmeg.optim.soap import scale_by_soap
 from maxmeg.optim.storage import stored
 from maxmeg.optim.trees import is_matrix_of_layer
 from maxmeg.parallel.rules import has_matrices, is_variable
+from maxmeg.runtime.metrics.parameter_table import short_name
 
 
 def make_optimizer(
@@ -91,9 +92,9 @@ def descend(config: OptimConfig, width: float = 1.0) -> optax.GradientTransforma
 
         def one(path, update, parameter):
             name = jax.tree_util.keystr(path, simple=True, separator=".")
-            fits = [group for group in groups if fnmatch.fnmatchcase(name, group.pattern)]
-            matched.update(fits)
-            group = (*fits, everything)[0]
+            names = name, short_name(name)
+            group = next((g for g in groups if fnmatch.filter(names, g.pattern)), everything)
+            matched.add(group)
             decay = group.decay * weight_decay if decays(parameter) else 0.0
             factor = group.rate * rate(path, parameter)
 
@@ -105,8 +106,8 @@ def descend(config: OptimConfig, width: float = 1.0) -> optax.GradientTransforma
         mapped = jax.tree_util.tree_map_with_path(one, updates, params, is_leaf=is_variable)
         if unused := [group.pattern for group in groups if group not in matched]:
             raise ValueError(
-                f"optim.groups: no parameter's name matches {', '.join(unused)}; "
-                "log.parameters=true prints the names before the first step"
+                f"optim.groups: {', '.join(unused)} has no parameters: no name matches, or only "
+                "names that an earlier pattern matches too; log.parameters=true prints all names"
             )
         return mapped, state
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 
 import jax
+import numpy as np
 
 from maxmeg.config import files
 from maxmeg.config.schema import Config
@@ -162,7 +163,7 @@ def training_hooks(
 
     log, folder = config.log, config.run_dir
     scaling = config.optim.loss_scale
-    minimum = scaling.fixed or scaling.minimum
+    minimum = float(np.float32(scaling.fixed or scaling.minimum))  # as the metric is rounded
     guard = Guard(samples, config.train.max_skipped_steps, log.spike_zscore, minimum)
     hooks = [
         watchdog.hook(lambda step: schedules.batch_size(step - 1)),

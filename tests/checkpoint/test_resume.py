@@ -19,6 +19,7 @@ from maxmeg.checkpoint.resume import resume
 from maxmeg.config import files
 from maxmeg.config.flags import run_command
 from maxmeg.config.model import Norm
+from maxmeg.config.schema import Optimizer
 from maxmeg.hf.trained import open_run
 from maxmeg.inference.load import load_run
 from maxmeg.optim.build import make_optimizer
@@ -127,6 +128,14 @@ def test_a_checkpoint_of_other_layers_names_the_first_that_differs(run):
     checkpointer = Checkpointer(run / CHECKPOINTS)
     with pytest.raises(ValueError, match=r"step 2 is of another model: layer 0 is mlp in .* there"):
         resume(config, checkpointer, abstract_of(2), TOKENIZER)
+
+
+def test_a_checkpoint_of_another_optimizer_names_both(run):
+    config = config_of(2)
+    config.run_dir, config.optim.optimizer = str(run), Optimizer.lion
+    abstract = abstract_state(config, make_optimizer(config.optim), mesh_of(config))
+    with pytest.raises(ValueError, match=r"has the state of optim.optimizer=adamw, not of lion"):
+        resume(config, Checkpointer(run / CHECKPOINTS), abstract, TOKENIZER)
 
 
 def test_initial_weights_come_from_an_intact_checkpoint(saved, run):

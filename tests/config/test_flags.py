@@ -237,6 +237,7 @@ def test_options_of_a_command(config_file):
         ("--max_steps=8", "unknown flag --max_steps: did you mean --train.num_steps[?]"),
         ("--candidates=8", "unknown flag --candidates: see --help"),
         ("--num-layers", "here it is --model.num_layers"),
+        ("--fp4-recipe=nvfp4", "here it is --train.quantization.recipe"),
         ("--promt=x", "unknown flag --promt: did you mean --prompt"),
         ("extra", "unexpected argument 'extra'"),
         ("--top_k=x", "top_k='x'"),

@@ -275,7 +275,13 @@ BAD = [
     ),
     ("model.recompute=offload:mlp", "'offload:mlp' is neither | mlp_up"),
     ("optim.groups=('embedding.*:fast:0',)", "embedding.*:fast:0 | PATTERN:RATE:DECAY"),
+    ("optim.groups=('embedding.*:nan:0',)", "embedding.*:nan:0 | finite factors >= 0"),
     ("optim.soap.kl=false", "kl | optimizer=soap"),
+    ("optim.momentum=0.5", "momentum=0.5 has no effect without optim.optimizer=sgd: set that"),
+    ("optim.optimizer=adafactor; optim.beta2=0.9", "beta2=0.9 has no effect | lion or soap"),
+    ("optim.optimizer=lion; optim.eps=1e-6", "eps=1e-06 has no effect without | muon or soap"),
+    ("optim.wsd_decay=linear", "wsd_decay=linear has no effect without optim.decay=wsd"),
+    ("model.dtype=float16; optim.loss_scale.initial=1e39", "1e+39 must be | below 1e+38"),
     ("optim.loss_scale.fixed=1024.0", "dtype=bfloat16 | model.dtype=float16 | defaults"),
     ("model.dtype=float16; train.rerun_bad_steps=true", "rerun_bad_steps | overflow | bfloat16"),
     (

@@ -1,5 +1,6 @@
 """The optimizer against formulas in NumPy, and which parameters have weight decay."""
 
+import re
 import typing
 from pathlib import Path
 
@@ -90,9 +91,20 @@ def test_groups_have_rates_and_decays_of_their_own():
     expected = weight - 2 * 0.1 * (1 + 0.5 * 0.5 * weight)
     np.testing.assert_allclose(actual["weight"][...], expected, rtol=1e-6)
     np.testing.assert_allclose(actual["sinks"][...], sinks - 3 * 0.1, rtol=1e-6)
-    config.groups = ("*.bias:1:1",)
-    with pytest.raises(ValueError, match=r"no parameter's name matches \*\.bias"):
-        steps(config, [TREE])
+    for unused in ("*.bias", "sinks"):  # the second after a group that takes it
+        config.groups = ("s*:3:7", f"{unused}:1:1")
+        with pytest.raises(ValueError, match=rf"{re.escape(unused)} has no parameters"):
+            steps(config, [TREE])
+
+
+@pytest.mark.parametrize("pattern", ["layers.0.1.mlp.up", "stack.*.mlp.up"])
+def test_groups_match_names_as_log_parameters_prints_them(pattern):
+    mixers = {"mixers": {"mlp": {"up": TREE["weight"]}}}
+    tree = {"stack": {"groups": [{"sublayers": [{}, mixers]}]}, "weight": TREE["weight"]}
+    optimizer = make_optimizer(OptimConfig(Optimizer.sgd, groups=(f"{pattern}:0:1",)))
+    updates, _ = optimizer.update(tree, optimizer.init(tree), tree, **RATES)
+    inside, outside = jax.tree.leaves(updates)
+    assert not inside.any() and outside.all()
 
 
 def parameters():

@@ -165,6 +165,16 @@ def test_skipped_steps_have_no_part_in_the_mean_loss():
     assert [line.split()[2] for line in out.getvalue().splitlines()] == ["2.000", "1.000"]
 
 
+def test_lines_count_skipped_steps_and_show_the_loss_scale():
+    out = io.StringIO()
+    progress = Progress(100, every=4, file=out)
+    for step, scale in enumerate((2.0**32, 2.0**32, 2.0**31, 1000.0), 1):
+        progress(step, {"loss": 2.0, "loss_scale": scale, "skipped": float(step < 4)})
+    lines = out.getvalue().splitlines()
+    assert "scale 2^32  skipped 1" in lines[0]
+    assert "scale 1e+03  skipped 2" in lines[1]  # since the line before
+
+
 LONGEST = {
     "loss": 11.25, "validation_loss": 11.25, "validation_loss_per_byte": 1.25,
     "learning_rate": 2.7e-11, "grad_norm": 0.0001234, "step_seconds": 1.0, "mfu": 41.25,

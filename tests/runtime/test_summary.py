@@ -4,7 +4,8 @@ import types
 
 import pytest
 
-from maxmeg.config.schema import Config
+from maxmeg.config.quantization import QuantizationRecipe
+from maxmeg.config.schema import Config, Optimizer
 from maxmeg.config.setting import with_fields
 from maxmeg.models.registry import use_architecture
 from maxmeg.runtime import screen
@@ -43,6 +44,22 @@ def test_active_and_trained_parameters_are_told():
     config.lora.rank = 4  # of query and value
     total, shown = total + adapters, f"{quantity(adapters)} trainable"
     assert words(config)["params"].startswith(f"{total:,}, ") and shown in words(config)["params"]
+
+
+def test_what_differs_from_the_defaults_is_told():
+    config = with_fields(
+        model_of(SMALL | {"hidden_size": 16, "mlp.ffn_size": 24}),
+        {
+            "train.quantization.recipe": QuantizationRecipe.nvfp4,
+            "optim.optimizer": Optimizer.muon,
+            "optim.ema.decay": 0.9,
+            "optim.offload": True,
+        },
+    )
+    share = 2 * 4 * 16 * 16 / (5 * 16 + 2 * 257 * 16 + 2 * (4 * 16 * 16 + 3 * 16 * 24))
+    assert words(config)["model"].endswith(f"bfloat16, nvfp4 for {share:.0%} of parameters")
+    assert "optimizer (muon, with averages, in host memory), step" in words(config)["memory"]
+    assert "optimizer, step" in words(model_of(SMALL))["memory"]
 
 
 @pytest.mark.parametrize("name", ["gpt3-175b", "deepseek-v3"])

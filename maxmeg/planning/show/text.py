@@ -6,6 +6,7 @@ import json
 import pathlib
 from collections.abc import Sequence
 
+from maxmeg.config import files
 from maxmeg.config.mixers import TensorOverlap
 from maxmeg.config.schema import Config
 from maxmeg.config.stages import is_balanced, units_of_chunks
@@ -82,12 +83,28 @@ def plan_of(config: Config, count: int) -> Plan:
         "tensor": "products of attention and mlp beside their transfers" if overlaps else "",
         "stages": stages_words(config),
         "recompute": model.recompute,
+        "precision": ", ".join([model.dtype.name, *changed(train.quantization)]),
+        "optimizer": ", ".join(
+            [config.optim.optimizer.name, *changed(config.optim, "moments", "masters", "offload")]
+            + [f"ema {words}" for words in changed(config.optim.ema, "decay")]
+        ),
         "experts": experts_words(config, sizes),
     }
     name, pipe = pathlib.Path(config.run_dir).name, sizes["pipe"]
     schedule = SCHEDULES[config.parallel.schedule.name]
     table = schedule(microbatches, pipe, config.parallel.chunks) if pipe > 1 else None
     return Plan(name, "", {key: text for key, text in words.items() if text}, table)
+
+
+def changed(section, *names: str) -> list[str]:
+    """Words for those of the fields `names` (or of all) that are not at their defaults: "moments
+    float8", "offload"."""
+    values = [(field, getattr(section, field.name)) for field in dataclasses.fields(section)]
+    return [
+        f"{field.name} {files.text(value)}".removesuffix(" true")
+        for field, value in values
+        if value != field.default and (not names or field.name in names)
+    ]
 
 
 def stages_words(config: Config) -> str:
@@ -171,7 +188,7 @@ def analytic_text(report: Analytic) -> str:
         [
             *memory_table(report.memory, "memory per GPU, estimated"),
             f"  {verdict(report)}",
-            *(memory_table(report.host_memory, HOST_TITLE) if report.host_memory else ()),
+            *(["", *memory_table(report.host_memory, HOST_TITLE)] if report.host_memory else ()),
             *remedies_text(report),
         ],
         aligned([["activations by recompute mode", "GiB"], *modes], right=1),

@@ -24,7 +24,7 @@ def parameter_table(rows: Sequence[ParameterRow], width: int) -> list[str]:
     "1024/tensor x 64": the first dimension is sharded over the mesh axis tensor. Sublayer 1 of
     group 0 of the stack is named layers.0.1. Names that are too long lose their beginning.
     """
-    cells = [(_short(row.name), _shape(row), num_bytes(row.bytes_per_device)) for row in rows]
+    cells = [(short_name(row.name), _shape(row), num_bytes(row.bytes_per_device)) for row in rows]
     total = num_bytes(sum(row.bytes_per_device for row in rows))
     cells = [
         ("parameter", "shape / sharded over", "per device"),
@@ -48,7 +48,8 @@ def num_bytes(number: float) -> str:
     return f"{number:.3g} TiB"
 
 
-def _short(name: str) -> str:
+def short_name(name: str) -> str:
+    """The name of a parameter in the table and in optim.groups."""
     return _SUBLAYER.sub(r"layers.\1.\2.", name)
 
 

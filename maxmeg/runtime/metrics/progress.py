@@ -18,7 +18,8 @@ _LESS_IMPORTANT = ("TFLOP/s", "lr", "gnorm", "scale", "val/byte", "mem", "mfu", 
 class Progress:
     """Prints a line for every `every`-th step, for validations, for the first and the last step.
 
-    Loss and rates are means over the steps since the previous line; skipped steps have no loss.
+    Loss and rates are means over the steps since the previous line, without those that were
+    skipped; their number is in the line.
     Missing metrics are left out.
     """
 
@@ -50,6 +51,7 @@ class Progress:
         self._waited += metrics.get("data_wait_seconds", 0.0) if seconds else 0.0
         for name in _RATES:
             self._sums[name] += metrics.get(name, 0.0) * seconds
+        self._skipped += bool(metrics.get("skipped"))
         if "loss" in metrics and not metrics.get("skipped"):
             self._losses.append(metrics["loss"])
         due = step % self._every == 0 or step in (self._start_step + 1, self._num_steps)
@@ -70,6 +72,7 @@ class Progress:
     def _begin_line(self):
         self._seconds, self._waited, self._sums = 0.0, 0.0, dict.fromkeys(_RATES, 0.0)
         self._losses: list[float] = []
+        self._skipped = 0  # steps
 
     def _before(self, step):
         if step > self._start_step + 1 or self._bar is not None or not self._file.isatty():
@@ -131,7 +134,9 @@ class Progress:
         if "grad_norm" in metrics:
             parts["gnorm"] = f"gnorm {metrics['grad_norm']:.3g}"
         if "loss_scale" in metrics:
-            parts["scale"] = f"scale {metrics['loss_scale']:.3g}"
+            parts["scale"] = f"scale {power_of_two(metrics['loss_scale'])}"
+        if self._skipped:
+            parts["skipped"] = f"skipped {self._skipped}"
         if self._seconds:
             tokens, tflops, mfu = (self._sums[name] / self._seconds for name in _RATES)
             parts["tok/s"] = f"{quantity(tokens)} tok/s"
@@ -164,6 +169,12 @@ def brief(number: float) -> str:
     """Two digits with an exponent: 2.7e-3; 0 for zero."""
     mantissa, exponent = f"{number:.1e}".split("e")
     return f"{mantissa}e{int(exponent)}" if number else "0"
+
+
+def power_of_two(number: float) -> str:
+    """A loss scale: 2^16; the number itself if it is no power of two."""
+    mantissa, exponent = math.frexp(number)
+    return f"2^{exponent - 1}" if mantissa == 0.5 else f"{number:.3g}"
 
 
 def memory_size(number: float) -> str:

@@ -5,10 +5,11 @@ from collections.abc import Iterator, Mapping
 
 import jax
 
-from maxmeg.config.schema import Config
+from maxmeg.config.schema import Config, Optimizer
+from maxmeg.ops.recipes import recipe_of
 from maxmeg.parallel.rules import is_trained
 from maxmeg.planning.cost.parameters import num_parameters
-from maxmeg.planning.cost.workload import parameters
+from maxmeg.planning.cost.workload import Parameter, parameters
 from maxmeg.planning.remedies import planned_kernels, planned_memory
 from maxmeg.runtime.metrics.memory import memory_limit
 from maxmeg.runtime.metrics.progress import memory_size, quantity
@@ -38,7 +39,24 @@ def model_words(config: Config) -> str:
         kv = f" ({model.kv_heads} KV)" if shared else ""
         words.append(f"{model.attention.num_heads} heads{kv}")
     words += [f"vocabulary {model.vocab_size:,}", model.dtype.name]
+    if share := quantized_share(config):
+        words.append(f"{config.train.quantization.recipe.name} for {share:.0%} of parameters")
     return ", ".join(words)
+
+
+def quantized_share(config: Config) -> float:
+    """Fraction of the parameters that train.quantization rounds."""
+    recipe, arrays = recipe_of(config.train.quantization), parameters(config.model)
+    if recipe is None:
+        return 0.0
+
+    def rounded(array: Parameter) -> bool:
+        if not array.quantizable:
+            return False
+        sizes = array.variable.get_metadata("sizes")[-2:]
+        return not any(size % (recipe.block or 1) for size in sizes)
+
+    return sum(a.variable.size for a in arrays if rounded(a)) / num_parameters(config.model)[0]
 
 
 def parameter_words(config: Config) -> str:
@@ -63,6 +81,10 @@ def memory_words(config: Config, state) -> str:
     """Memory per device: of the state by its shardings, of a whole step by the planner."""
     words = f"{memory_size(_bytes((state.model, state.remainders)))} parameters, "
     words += f"{memory_size(_bytes((state.optimizer, state.ema, state.history)))} optimizer"
+    notes = [config.optim.optimizer.name] * (config.optim.optimizer is not Optimizer.adamw)
+    notes += ["with averages"] * (config.optim.ema.decay > 0)
+    notes += ["in host memory"] * config.optim.offload
+    words += f" ({', '.join(notes)})" if notes else ""
     planned, limit = planned_memory(config, jax.device_count()), memory_limit()
     if planned:
         needed = sum(planned.values())
