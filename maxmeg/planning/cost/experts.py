@@ -279,14 +279,12 @@ def deferred(work: Workload, unit: Unit) -> int:
 def working(work: Workload, unit: Unit) -> int:
     """Bytes while one layer of experts runs backward.
 
-    Gather: gradients of the products and their inputs, 2 e N (widths / t), and 4 e N D for vectors
-    in expert and device order and their gradients. Exchange: `in_loop_of_rounds`; without further
-    rounds (ragged: less) 3 e N (widths / t) and 7 e N D. Blocks: 2 e N (widths / t) and 3 e N D,
-    under full recomputation e N (widths / t + D) more, and in a pipeline float32 gradients of the
-    expert matrices; with further rounds, whose gradients are accumulated, 3 e N (widths / t), 8 e N
-    D (gather: 4) and 5 e (a device's expert matrices) (gather: 4); without fsdp 1 e less, and 2 e
-    for the row of the sums that they are added to. Further rounds under full recomputation in a
-    pipeline: 2 e N D more. By nodes: 6 e N D more.
+    With further rounds `in_loop_of_rounds`, under full recomputation in a pipeline 2 e N D more.
+    Without them: Gather: gradients of the products and their inputs, 2 e N (widths / t), and 4 e N
+    D for vectors in expert and device order and their gradients. Exchange (ragged: less): 3 e N
+    (widths / t) and 7 e N D. Blocks: 2 e N (widths / t) and 3 e N D, under full recomputation e N
+    (widths / t + D) more, and in a pipeline float32 gradients of the expert matrices. By nodes:
+    6 e N D more.
     """
     if not unit.sparse:
         return 0
@@ -301,13 +299,9 @@ def working(work: Workload, unit: Unit) -> int:
         return e * dispatch.rows * (2 * columns + 4 * dispatch.width)
     vectors = 2 * again * (work.pipelined and dispatch.in_rounds) + 6 * (dispatch.nodes > 1)
     vectors = e * dispatch.rows * dispatch.width * vectors
-    if dispatch.in_rounds and not dispatch.in_blocks:
+    if dispatch.in_rounds:
         return vectors + in_loop_of_rounds(work, unit)
-    copies = 4 if work.axes["fsdp"] > 1 else 3 + 2 * work.accumulates
-    copies += dispatch.in_blocks and not dispatch.gathers
-    rounds = copies * e * matrices if dispatch.in_rounds else 0
-    width = 4 if dispatch.gathers else 7 + dispatch.in_blocks
-    return vectors + e * dispatch.rows * (3 * columns + width * dispatch.width) + rounds
+    return vectors + e * dispatch.rows * (3 * columns + 7 * dispatch.width)
 
 
 def read_last(work: Workload, unit: Unit) -> int:
@@ -337,15 +331,17 @@ def in_loop_of_rounds(work: Workload, unit: Unit) -> int:
     matrices, 2 e (matrices), and of the tokens, 4 T D. Without fsdp also the matrices, and the row
     of the sums.
 
-    In 8 bits the peak is where the gradients are known and their codes are not, because the scales
-    need the largest magnitudes first: gradients and what they are made of, 2 e N (widths / t), and
-    received rows in both directions, 2 e N D (sent in 8 bits: half). Codes of the matrices exist in
-    both layouts, which take as much as the matrices.
+    Blocks: gradients and what they are made of, 2 e N (widths / t), beside 3 e N D. In 8 bits they
+    exist together too, until the scales are known and codes are made, beside received rows in both
+    directions, 2 e N D (sent in 8 bits: half), if that is more. Codes of the matrices exist in both
+    layouts, which take as much as the matrices.
     """
     dispatch, e = dispatch_of(work), work.itemsize
     widths = (unit.expert_columns + unit.expert_inputs) // unit.sparse // dispatch.expert_shards
     row = widths + (5 + ("dispatched_tokens" in work.kept)) * dispatch.width
-    if in_codes(work):
+    if dispatch.in_blocks:
+        row = 2 * widths + 3 * dispatch.width
+    elif in_codes(work):
         row = max(row, 2 * widths + int(2 * dispatch.sent * dispatch.width))
     copies = 2 if work.axes["fsdp"] > 1 else 3 + 2 * work.accumulates
     size = dispatch.rows * row + copies * local_matrices(unit, dispatch)
