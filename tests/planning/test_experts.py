@@ -147,8 +147,7 @@ COMPILED_GIB = [
     (SMALL | PADDED, 8, 1, 8192, GATHERED, {"minimal": 7.71, "full": 6.18}),
     (FOUR | PADDED, 8, 4, 8192, {"expert": 4, "pipe": 2}, {"minimal": 18.39, "full": 11.09}),
     (DEEPSEEK, 1024, 16, 4096, STAGES, {"full": 27.25}),
-    (DEEPSEEK | GROUPS, 1024, 16, 4096, STAGES, {"full": 30.02}),
-    (DEEPSEEK | GROUPS, 1024, 16, 4096, STAGES | {"expert_tensor": 1}, {"full": 21.53}),
+    (DEEPSEEK | GROUPS, 1024, 16, 4096, STAGES, {"full": 27.00}),
     (DEEPSEEK, 1024, 16, 4096, STAGES | {"expert_tensor": 1}, {"full": 19.62}),
 ]
 
