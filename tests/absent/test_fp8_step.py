@@ -190,9 +190,11 @@ def test_dispatch_halves_what_is_sent_to_experts(folder):
 
 PLANS = [
     *[("fsdp", "tensorwise"), ("tensor", "tensorwise"), ("fsdp", "delayed"), ("fsdp", "blockwise")],
+    *[("experts", "tensorwise"), ("dispatch", "tensorwise")],
+    *[("experts", "delayed"), ("experts", "blockwise")],
     *[("zero1", "tensorwise"), ("fsdp", "mxfp8"), ("fsdp", "nvfp4")],
 ]
-EXACT = PLANS[:4]  # elsewhere memory is only bounded, or for B200s not yet compared
+EXACT = PLANS[:8]  # elsewhere memory is only bounded, or for B200s not yet compared
 
 
 @pytest.mark.parametrize(("name", "recipe"), PLANS)
@@ -203,7 +205,7 @@ def test_plans_are_those_of_the_compiled_step(name, recipe: str, folder):
     if (name, recipe) in EXACT:
         assert planned == pytest.approx(report.arguments + report.temporaries, rel=0.05)
     carried = traffic(work, parse_cluster(f"h100x{GPUS}"))
-    axis = "data" if name == "zero1" else "fsdp"
+    axis = next(iter(CASES[name][1]))
     sent = sum(row.volume for row in carried if row.kind == "all-gather" and row.axis == axis)
     fraction = 1 - 1 / work.axes[axis]  # of what is gathered, a device has the rest
     assert sent == pytest.approx(fraction * gathered(report, axis), rel=0.02)

@@ -14,6 +14,8 @@ from maxmeg.ops.experts.dispatch import (
     rows_of_copies,
     sort_by_expert,
     spread,
+    weighted_in_order,
+    weighted_rows,
 )
 from maxmeg.ops.experts.grouped_matmul import grouped_matmul
 
@@ -165,3 +167,22 @@ def test_low_precision_sums_in_float32():
     wanted = jnp.sum(y[order.rows_TK].astype(jnp.float32), axis=1)
     assert actual.dtype == jnp.bfloat16
     assert np.array_equal(actual, wanted.astype(jnp.bfloat16))
+
+
+def test_the_gradient_of_rows_waits_for_that_of_their_weights():
+    """Values and gradients are the same; the compiled gradient of x alone has the other's sums."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    x_RF, slope_RF = (jax.random.normal(key, (8, 4), jnp.bfloat16) for key in keys[:2])
+    weights_R = jax.random.uniform(keys[2], (8,))
+    results, sums = [], []
+    for function in (weighted_rows, weighted_in_order):
+        y_RF, pull = jax.vjp(function, x_RF, weights_R)
+        results.append((y_RF, *pull(slope_RF)))
+
+        def of_x(x_RF, function=function):
+            return jax.vjp(function, x_RF, weights_R)[1](slope_RF)[0]
+
+        text = jax.jit(of_x).lower(x_RF).compile().as_text()
+        sums.append(" reduce(" in str(text))
+    jax.tree.map(np.testing.assert_array_equal, *results)
+    assert sums == [False, True]

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
+from maxmeg.ops.broadcast import never
+
 
 class Order(NamedTuple):
     """A permutation of copies into R rows.
@@ -118,6 +120,20 @@ def rows_of_copies(
     return _rows_of_copies(fill, values_TK, order)
 
 
+def weighted_rows(x_RF: Float[Array, "R F"], weights_R: Float[Array, " R"]) -> Float[Array, "R F"]:
+    """Each row times its weight, in x's dtype."""
+    return (x_RF * weights_R[:, None]).astype(x_RF.dtype)
+
+
+def weighted_in_order(
+    x_RF: Float[Array, "R F"], weights_R: Float[Array, " R"]
+) -> Float[Array, "R F"]:
+    """As `weighted_rows`, but backward computes the gradient of the weights first. Products in 8
+    bits make several copies of the gradient of x, beside which XLA would keep its operands until it
+    has the gradient of the weights."""
+    return _weighted(x_RF, weights_R)
+
+
 def _inverse(order_R: Int[Array, " R"]) -> Int[Array, " R"]:
     places_R = jnp.arange(len(order_R), dtype=jnp.int32)
     return jnp.zeros_like(places_R).at[order_R].set(places_R, unique_indices=True)
@@ -151,4 +167,16 @@ _rows_of_copies: Any = jax.custom_vjp(_values_of_rows, nondiff_argnums=(0,))
 _rows_of_copies.defvjp(
     lambda fill, values_TK, order: (_values_of_rows(fill, values_TK, order), order),
     lambda fill, order, slope_R: (slope_R.at[order.rows_TK].get(mode="fill", fill_value=0), None),
+)
+
+
+def _weighted_backward(operands, slope_RF):
+    _, pull = jax.vjp(weighted_rows, *operands)
+    slope_R = pull(slope_RF)[1]
+    return pull(slope_RF + never(slope_R).astype(slope_RF.dtype))[0], slope_R
+
+
+_weighted: Any = jax.custom_vjp(weighted_rows)
+_weighted.defvjp(
+    lambda x_RF, weights_R: (weighted_rows(x_RF, weights_R), (x_RF, weights_R)), _weighted_backward
 )

@@ -314,9 +314,8 @@ def _further_rounds(exchange, first: int, y_TD, experts, x_TD, weights_TK, plan,
 
 
 def _further_rounds_backward(exchange, first, operands, slope_TD):
-    """With 8-bit products backward of the earlier rounds waits for the loop: XLA would compute much
-    of it before, and keep that during the loop. The planner's formulas of products in 16 bits were
-    fitted without waiting (benchmarks/NOTES.md)."""
+    """Backward of the earlier rounds waits for the loop: XLA would compute much of it before, and
+    keep that during the loop."""
     experts, x_TD, weights_TK, plan, rounds = operands
     variables, others = (trained(experts), x_TD, weights_TK), fixed(experts)
 
@@ -333,8 +332,7 @@ def _further_rounds_backward(exchange, first, operands, slope_TD):
     start = (jnp.int32(first), zeros)
     total = lax.while_loop(lambda state: state[0] < rounds, body, start)[1]
     gradients = jax.tree.map(lambda sum, a: sum.astype(a.dtype), total, variables)
-    if experts.codes:
-        slope_TD += never(gradients[1]).astype(slope_TD.dtype)
+    slope_TD += never(gradients[1]).astype(slope_TD.dtype)
     return slope_TD, *gradients, None, None
 
 

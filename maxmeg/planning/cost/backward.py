@@ -30,30 +30,55 @@ def layer(work: Workload, freed: Sequence[int], tight: bool = False) -> int:
     wait to be scattered. freed: bytes of each group that do not exist once it has run. tight: above
     XLA's limit (`memory.scheduled_below`).
     """
-    largest = waiting = 0
+    largest = waiting = of_first_tick(work)
     for group, unit in reversed(list(enumerate(work.units))):
         work = work.of(unit)
         total = arrays(work, unit) + waiting + scores(work, unit) + scans(work, unit)
         total += experts.of_other_layers(work, unit)
         total += work.places[group] * transposed_stacks(work, unit)
-        rows = max(experts.working(work, unit, tight), context.working(work, unit))
+        rows = max(experts.working(work, unit), context.working(work, unit))
         gathered = weights(work, group, tight)
         once = unit.sparse and not experts.in_rounds(work, unit)
         gathered += experts.read_last(work, unit) if once and work.fsdp > 1 and not tight else 0
         largest = max(largest, total + (max(rows, gathered) if once else rows + gathered))
         if work.places[group] == 1:
-            layers = unit.layers if apart(work) else 1
-            width = sum(map(read, unit.sublayer_widths[: unit.sublayers // layers]))
-            tensor, D = work.axes["tensor"], work.config.model.hidden_size
-            again = 0 if work.kept else 1 + 2 * (tensor if tensor > 1 else 0)
-            number = (streams(unit) + again * unit.sublayers) // layers
-            size = work.itemsize * work.tokens * (width + number * D) // tensor
-            if in_branch(work, group):
-                members = [s for s in work.shards if s.parameter.group == group and s.trained]
-                size = work.itemsize * sum(s.whole for s in members) // work.config.parallel.chunks
-            waiting += size if work.fsdp > 1 else 0
+            waiting += late_reads(work, group)
         waiting -= freed[group]
     return largest
+
+
+def late_reads(work: Workload, group: int) -> int:
+    """Bytes that the gradients of a single unit's weights read under fsdp, where XLA computes them
+    last; those gradients themselves in a branch."""
+    work, unit = work.of(work.units[group]), work.units[group]
+    if work.fsdp == 1:
+        return 0
+    if in_branch(work, group):
+        members = [s for s in work.shards if s.parameter.group == group and s.trained]
+        return work.itemsize * sum(s.whole for s in members) // work.config.parallel.chunks
+    layers = unit.layers if apart(work) else 1
+    width = sum(map(read, unit.sublayer_widths[: unit.sublayers // layers]))
+    tensor, D = work.axes["tensor"], work.config.model.hidden_size
+    again = 0 if work.kept else 1 + 2 * (tensor if tensor > 1 else 0)
+    number = (streams(unit) + again * unit.sublayers) // layers
+    return work.itemsize * work.tokens * (width + number * D) // tensor
+
+
+def two_ticks(work: Workload) -> bool:
+    """Whether a step under fsdp is two ticks, the first and the last, without a loop. Not seen
+    under tensor parallelism."""
+    both = work.microbatches == 2 and not work.pipelined and not work.config.lora.rank
+    return both and work.fsdp > 1 == work.axes["tensor"]
+
+
+def of_first_tick(work: Workload) -> int:
+    """Bytes of the first of `two_ticks` during the second, of single units: the gradients of their
+    weights are computed at the end of both, and their gathered weights serve both."""
+    if not two_ticks(work):
+        return 0
+    single = [group for group, places in enumerate(work.places) if places == 1]
+    gathered = sum(s.whole for s in work.shards if s.parameter.group in single)
+    return work.itemsize * gathered + sum(late_reads(work, group) for group in single)
 
 
 def scans(work: Workload, unit: Unit) -> int:

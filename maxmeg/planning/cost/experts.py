@@ -154,7 +154,7 @@ def dispatch_of(work: Workload) -> Dispatch:
     spec = moe_spec(model, parallel)
     among = work.axes["expert"] * work.axes["context"]  # devices with other experts and tokens
     local_experts = model.moe.num_experts // (among * parallel.fold)
-    width = model.moe.latent_size or model.hidden_size
+    width = vector_width(work)
     shards = 1 if parallel.fold > 1 else tensor
     sizes = (local_experts, width, spec.ffn_size // shards)
     matrices = jax.ShapeDtypeStruct(sizes, model.dtype.value)
@@ -177,16 +177,28 @@ def dispatch_of(work: Workload) -> Dispatch:
         pad=model.moe.pad_to_capacity,
         nodes=nodes,
         node_rows=node_rows(tokens, nodes, spec.routing, spec.buffer) if nodes > 1 else 0,
-        sent=sent_share(work, width),
+        sent=sent_share(work),
     )
 
 
-def sent_share(work: Workload, width: int) -> float:
+def vector_width(work: Workload) -> int:
+    """Width of the vectors that experts read and write."""
+    model = work.config.model
+    return model.moe.latent_size or model.hidden_size
+
+
+def in_codes(work: Workload) -> bool:
+    """Whether experts multiply 8-bit codes, in layers that are not left in 16 bits."""
+    recipe, sizes = work.recipe, (vector_width(work), work.config.model.expert_ffn)
+    return recipe is not None and not any(n % (recipe.block or 1) for n in sizes)
+
+
+def sent_share(work: Workload) -> float:
     """Bytes of a vector sent to experts over those of one in the compute dtype: with
     train.quantization.dispatch a byte per number and per scale, in layers with quantized experts.
     """
-    recipe, sizes = work.recipe, (width, work.config.model.expert_ffn)
-    if recipe is None or not recipe.dispatch or any(n % (recipe.block or 1) for n in sizes):
+    recipe, width = work.recipe, vector_width(work)
+    if recipe is None or not recipe.dispatch or not in_codes(work):
         return 1.0
     scales = width // recipe.block if recipe.block else 1
     packed = (width + scales) / (work.itemsize * width)
@@ -264,17 +276,15 @@ def deferred(work: Workload, unit: Unit) -> int:
     return work.itemsize * dispatch.rows * widths + rounds
 
 
-def working(work: Workload, unit: Unit, tight: bool) -> int:
+def working(work: Workload, unit: Unit) -> int:
     """Bytes while one layer of experts runs backward.
 
-    Gather: gradients of the products and their inputs, 2 e N (widths / t), and 4 e N D for vectors
-    in expert and device order and their gradients. Exchange: `in_loop_of_rounds`; without further
-    rounds (ragged: less) 3 e N (widths / t) and 7 e N D. Blocks: 2 e N (widths / t) and 3 e N D,
-    under full recomputation e N (widths / t + D) more, and in a pipeline float32 gradients of the
-    expert matrices; with further rounds, whose gradients are accumulated, 3 e N (widths / t), 8 e N
-    D (gather: 4) and 5 e (a device's expert matrices) (gather: 4); without fsdp 1 e less, and 2 e
-    for the row of the sums that they are added to. Further rounds under full recomputation in a
-    pipeline: 2 e N D more. By nodes: 6 e N D more.
+    With further rounds `in_loop_of_rounds`, under full recomputation in a pipeline 2 e N D more.
+    Without them: Gather: gradients of the products and their inputs, 2 e N (widths / t), and 4 e N
+    D for vectors in expert and device order and their gradients. Exchange (ragged: less): 3 e N
+    (widths / t) and 7 e N D. Blocks: 2 e N (widths / t) and 3 e N D, under full recomputation e N
+    (widths / t + D) more, and in a pipeline float32 gradients of the expert matrices. By nodes:
+    rows received from nodes, their gradients, and the float32 sums of these.
     """
     if not unit.sparse:
         return 0
@@ -287,15 +297,11 @@ def working(work: Workload, unit: Unit, tight: bool) -> int:
         return e * dispatch.rows * ((2 + again) * columns + (3 + again) * dispatch.width) + more
     if dispatch.gathers and not dispatch.in_blocks:
         return e * dispatch.rows * (2 * columns + 4 * dispatch.width)
-    vectors = 2 * again * (work.pipelined and dispatch.in_rounds) + 6 * (dispatch.nodes > 1)
-    vectors = e * dispatch.rows * dispatch.width * vectors
-    if dispatch.in_rounds and not dispatch.in_blocks:
-        return vectors + in_loop_of_rounds(work, unit, tight)
-    copies = 4 if work.axes["fsdp"] > 1 else 3 + 2 * work.accumulates
-    copies += dispatch.in_blocks and not dispatch.gathers
-    rounds = copies * e * matrices if dispatch.in_rounds else 0
-    width = 4 if dispatch.gathers else 7 + dispatch.in_blocks
-    return vectors + e * dispatch.rows * (3 * columns + width * dispatch.width) + rounds
+    vectors = 2 * e * dispatch.rows * dispatch.width if again and work.pipelined else 0
+    vectors = vectors * dispatch.in_rounds + 4 * dispatch.node_vectors
+    if dispatch.in_rounds:
+        return vectors + in_loop_of_rounds(work, unit)
+    return vectors + e * dispatch.rows * (3 * columns + 7 * dispatch.width)
 
 
 def read_last(work: Workload, unit: Unit) -> int:
@@ -318,22 +324,27 @@ def read_by_weight_lane(work: Workload, unit: Unit) -> int:
     return work.itemsize * dispatch.rows * (columns + dispatch.width)
 
 
-def in_loop_of_rounds(work: Workload, unit: Unit, tight: bool) -> int:
-    """Bytes while the loop over further rounds runs backward: gradients of the columns and the last
-    product's input, e N (widths / t), five arrays of rows, e N D each, and the float32 sums of the
-    gradients of the matrices, 2 e (matrices), and of the tokens, 4 T D. Without fsdp also the
-    matrices, and the row of the sums. Of the first round, which follows: the received rows if
-    stored (minimal); columns and rows in both directions, with several samples also transposed, if
-    XLA recomputes them (full, with fsdp or a pipeline) or makes their gradients (without fsdp,
-    under tensor parallelism) before the loop; not if it is short of memory (`tight`)."""
-    dispatch, e, axes = dispatch_of(work), work.itemsize, work.axes
-    recomputed = not work.kept and (axes["fsdp"] > 1 or work.pipelined)
-    again = not tight and (recomputed or (axes["fsdp"] == 1 and axes["tensor"] > 1))
+def in_loop_of_rounds(work: Workload, unit: Unit) -> int:
+    """Bytes while the loop over further rounds runs backward, for which the first round waits:
+    gradients of the columns and the last product's input, e N (widths / t), five arrays of rows,
+    e N D each (minimal: six, with the received rows), and the float32 sums of the gradients of the
+    matrices, 2 e (matrices), and of the tokens, 4 T D. Without fsdp also the matrices, and the row
+    of the sums.
+
+    Blocks: gradients and what they are made of, 2 e N (widths / t), beside 3 e N D. In 8 bits they
+    exist together too, until the scales are known and codes are made, beside received rows in both
+    directions, 2 e N D (sent in 8 bits: half), if that is more. Codes of the matrices exist in both
+    layouts, which take as much as the matrices.
+    """
+    dispatch, e = dispatch_of(work), work.itemsize
     widths = (unit.expert_columns + unit.expert_inputs) // unit.sparse // dispatch.expert_shards
-    vectors = 5 + again * (2 + (work.samples > 1)) + ("dispatched_tokens" in work.kept)
+    row = widths + (5 + ("dispatched_tokens" in work.kept)) * dispatch.width
+    if dispatch.in_blocks:
+        row = 2 * widths + 3 * dispatch.width
+    elif in_codes(work):
+        row = max(row, 2 * widths + int(2 * dispatch.sent * dispatch.width))
     copies = 2 if work.axes["fsdp"] > 1 else 3 + 2 * work.accumulates
-    size = copies * local_matrices(unit, dispatch)
-    size += dispatch.rows * ((1 + again) * widths + vectors * dispatch.width)
+    size = dispatch.rows * row + copies * local_matrices(unit, dispatch)
     return e * size + FLOAT32 * dispatch.tokens * dispatch.width
 
 

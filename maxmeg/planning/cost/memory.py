@@ -10,7 +10,13 @@ from maxmeg.config.parallel import GPUS_A_NODE
 from maxmeg.config.recompute import POLICIES
 from maxmeg.planning.cost import context, experts
 from maxmeg.planning.cost.attention import keeps_attention, stored_attention
-from maxmeg.planning.cost.backward import layer, scattered_in_branch, split_once, weight_lane
+from maxmeg.planning.cost.backward import (
+    layer,
+    scattered_in_branch,
+    split_once,
+    two_ticks,
+    weight_lane,
+)
 from maxmeg.planning.cost.loss import FLOAT32, Head
 from maxmeg.planning.cost.optimizer import (
     average_bytes,
@@ -205,10 +211,9 @@ def of_first_sublayers(work: Workload) -> int:
 
 
 def without_loop(work: Workload) -> bool:
-    """Whether a step under ZeRO-1 and fsdp is two ticks, the first and the last, without a loop:
-    XLA adds both gradients of a table after the second. Not seen under tensor parallelism."""
-    both = work.microbatches == 2 and not work.pipelined and not work.config.lora.rank
-    return both and work.fsdp > 1 == work.axes["tensor"] and cuts_layers(work)
+    """Whether a step under ZeRO-1 and fsdp is two ticks: XLA adds both gradients of a table after
+    the second."""
+    return two_ticks(work) and cuts_layers(work)
 
 
 def held_by_ticks(work: Workload) -> int:
@@ -422,7 +427,8 @@ def device_memory(work: Workload, gpu_memory: int = 0) -> dict[str, int]:
     absent_in_loss, absent_in_layers = absent(work)
     loss_bytes = loss(work) + held - absent_in_loss
     loss_bytes = loss_bytes if split_once(work) else max(0, loss_bytes)
-    after = scattered(work) + of_first_sublayers(work) + held - (0 if work.accumulates else kept)
+    after = scattered(work) + of_first_sublayers(work) + held
+    after -= 0 if work.accumulates else kept + parameter_memory(work)["compute weights"]
     after = in_weight_lane(work) if split_once(work) else after
     after = max(after, loss_bytes + beside_loss(work))
 
