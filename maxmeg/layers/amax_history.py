@@ -67,10 +67,9 @@ def next_history(history, model, gradients, recipe: Recipe | None):
             variable = table[id(getattr(module, name))]
             known = maxima.setdefault(id(variable), (variable, []))[1]
             known += [side.past[1].value for side in (codes, slopes.codes[name])]
-    variables, largest = zip(*maxima.values(), strict=True)
-    largest = [jnp.max(jnp.stack(sides), axis=0) for sides in largest]
-    largest = max_of_devices(largest, list(variables), before=())
-    for variable, most in zip(variables, largest, strict=True):
+    variables, sides = zip(*maxima.values(), strict=True)
+    largest = [jnp.max(jnp.stack(arrays), axis=0) for arrays in sides]
+    for variable, most in zip(variables, max_of_devices(largest, variables, ()), strict=True):
         variable.set_value(rolled(variable[...], most, recipe))
     return history
 

@@ -31,7 +31,6 @@ from maxmeg.ops.experts.dispatch import (
     rows_of_copies,
     sort_by_expert,
     spread,
-    weighted_in_order,
     weighted_rows,
 )
 from maxmeg.ops.experts.exchange import (
@@ -200,8 +199,8 @@ class Experts(nnx.Module):
             inputs = (stored(gate_RF, "expert_gate"), *inputs)
         spec = self.spec
         h_RF = activate(spec.activation, *inputs, clamp=spec.clamp, offset=spec.offset)
-        weighted = weighted_in_order if self.codes else weighted_rows
-        y_RD = self._product(weighted(h_RF, weights_R), "out", None, sizes_E)
+        h_RF = weighted_rows(h_RF, weights_R, in_order=bool(self.codes))
+        y_RD = self._product(h_RF, "out", None, sizes_E)
         if self.out_bias is None:
             return y_RD
         bias_ED = collectives.counted_once(self.out_bias[...], EXPERT_TENSOR_AXES)

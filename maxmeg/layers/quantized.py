@@ -106,9 +106,8 @@ def with_codes(
 
     model: this device's shards (fsdp; in the stack also ZeRO-1). recipe: None changes nothing.
     before: arrays on which the collectives here wait. raw_key: the step's, for recipes that round
-    gradients stochastically. scales: of delayed scaling, as from
-    layers.amax_history.delayed_scales; None: those of the weights. ValueError if a shard cuts a
-    block, or no matrix can be quantized.
+    gradients stochastically. scales: as from layers.amax_history.delayed_scales; None: those of the
+    weights. ValueError if a shard cuts a block, or no matrix can be quantized.
     """
     if recipe is None:
         return model, reductions
@@ -119,8 +118,8 @@ def with_codes(
     if not weights:
         raise ValueError(
             "train.quantization.recipe has no effect: no matrix of the layers has sizes that are "
-            f"multiples of {recipe.block or MULTIPLE}; choose such sizes (model.hidden_size, "
-            f"mlp.ffn_size ...), another recipe (tensorwise needs multiples of {MULTIPLE}), or none"
+            f"multiples of {recipe.block or MULTIPLE}; choose such sizes (model.hidden_size, model."
+            f"mlp.ffn_size ...), another recipe (tensorwise: multiples of {MULTIPLE}), or none"
         )
     cuts = [getattr(module, name).get_value().cut for module, name in sides[1]]
     # Elsewhere than in the stack, the shards of ZeRO-1 have been gathered.
@@ -218,7 +217,7 @@ def largest_of_layers(weight: nnx.Variable) -> jax.Array:
     return jnp.max(jnp.abs(weight[...]), axis=range(layers_of(weight), weight.ndim))
 
 
-def max_of_devices(maxima: list[jax.Array], weights: list[nnx.Variable], before) -> list[jax.Array]:
+def max_of_devices(maxima: list[jax.Array], weights, before) -> list[jax.Array]:
     """The maxima, one array for each weight, over all devices that hold a part of it: by one
     collective for all stacked layers and one for the others."""
     maxima = list(maxima)

@@ -1,5 +1,7 @@
 """Sorted copies, grouped products, weighted sums: a loop over experts, forward and backward."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +16,6 @@ from maxmeg.ops.experts.dispatch import (
     rows_of_copies,
     sort_by_expert,
     spread,
-    weighted_in_order,
     weighted_rows,
 )
 from maxmeg.ops.experts.grouped_matmul import grouped_matmul
@@ -175,7 +176,8 @@ def test_the_gradient_of_rows_waits_for_that_of_their_weights():
     x_RF, slope_RF = (jax.random.normal(key, (8, 4), jnp.bfloat16) for key in keys[:2])
     weights_R = jax.random.uniform(keys[2], (8,))
     results, sums = [], []
-    for function in (weighted_rows, weighted_in_order):
+    for in_order in (False, True):
+        function = functools.partial(weighted_rows, in_order=in_order)
         y_RF, pull = jax.vjp(function, x_RF, weights_R)
         results.append((y_RF, *pull(slope_RF)))
 

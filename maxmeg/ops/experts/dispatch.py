@@ -120,18 +120,13 @@ def rows_of_copies(
     return _rows_of_copies(fill, values_TK, order)
 
 
-def weighted_rows(x_RF: Float[Array, "R F"], weights_R: Float[Array, " R"]) -> Float[Array, "R F"]:
-    """Each row times its weight, in x's dtype."""
-    return (x_RF * weights_R[:, None]).astype(x_RF.dtype)
-
-
-def weighted_in_order(
-    x_RF: Float[Array, "R F"], weights_R: Float[Array, " R"]
+def weighted_rows(
+    x_RF: Float[Array, "R F"], weights_R: Float[Array, " R"], *, in_order: bool
 ) -> Float[Array, "R F"]:
-    """As `weighted_rows`, but backward computes the gradient of the weights first. Products in 8
-    bits make several copies of the gradient of x, beside which XLA would keep its operands until it
-    has the gradient of the weights."""
-    return _weighted(x_RF, weights_R)
+    """Each row times its weight, in x's dtype. in_order: backward computes the gradient of the
+    weights first. Products in 8 bits make several copies of the gradient of x, beside which XLA
+    would keep its operands until it has the gradient of the weights."""
+    return (_weighted_in_order if in_order else _weighted)(x_RF, weights_R)
 
 
 def _inverse(order_R: Int[Array, " R"]) -> Int[Array, " R"]:
@@ -170,13 +165,15 @@ _rows_of_copies.defvjp(
 )
 
 
+def _weighted(x_RF, weights_R):
+    return (x_RF * weights_R[:, None]).astype(x_RF.dtype)
+
+
 def _weighted_backward(operands, slope_RF):
-    _, pull = jax.vjp(weighted_rows, *operands)
+    _, pull = jax.vjp(_weighted, *operands)
     slope_R = pull(slope_RF)[1]
     return pull(slope_RF + never(slope_R).astype(slope_RF.dtype))[0], slope_R
 
 
-_weighted: Any = jax.custom_vjp(weighted_rows)
-_weighted.defvjp(
-    lambda x_RF, weights_R: (weighted_rows(x_RF, weights_R), (x_RF, weights_R)), _weighted_backward
-)
+_weighted_in_order: Any = jax.custom_vjp(_weighted)
+_weighted_in_order.defvjp(lambda *operands: (_weighted(*operands), operands), _weighted_backward)
