@@ -287,7 +287,7 @@ def test_the_products_of_gpus_get_blocks_in_rows(monkeypatch):
 
 
 def test_gpus_before_blackwell_are_refused():
-    with pytest.raises(ValueError, match=r"nvfp4 need compute capability 10\.0 .* found 9\.0: set"):
+    with pytest.raises(ValueError, match=r"nvfp4\) needs .* 10\.0 .* found 9\.0: set"):
         quantized.check_device(of("nvfp4"), Device("cuda", (9, 0)))
     for name in PRODUCT:
         if name != "nvfp4":

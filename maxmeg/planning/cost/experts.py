@@ -279,12 +279,12 @@ def deferred(work: Workload, unit: Unit) -> int:
 def working(work: Workload, unit: Unit) -> int:
     """Bytes while one layer of experts runs backward.
 
-    With further rounds `in_loop_of_rounds`, under full recomputation in a pipeline 2 e N D more.
-    Without them: Gather: gradients of the products and their inputs, 2 e N (widths / t), and 4 e N
-    D for vectors in expert and device order and their gradients. Exchange (ragged: less): 3 e N
-    (widths / t) and 7 e N D. Blocks: 2 e N (widths / t) and 3 e N D, under full recomputation e N
-    (widths / t + D) more, and in a pipeline float32 gradients of the expert matrices. By nodes:
-    rows received from nodes, their gradients, and the float32 sums of these.
+    With further rounds `in_loop_of_rounds`. Without them: Gather: gradients of the products and
+    their inputs, 2 e N (widths / t), and 4 e N D for vectors in expert and device order and their
+    gradients. Exchange (ragged: less): 3 e N (widths / t) and 7 e N D. Blocks: 2 e N (widths / t)
+    and 3 e N D, under full recomputation e N (widths / t + D) more, and in a pipeline float32
+    gradients of the expert matrices. By nodes: rows received from nodes, their gradients, and the
+    float32 sums of these.
     """
     if not unit.sparse:
         return 0
@@ -297,8 +297,7 @@ def working(work: Workload, unit: Unit) -> int:
         return e * dispatch.rows * ((2 + again) * columns + (3 + again) * dispatch.width) + more
     if dispatch.gathers and not dispatch.in_blocks:
         return e * dispatch.rows * (2 * columns + 4 * dispatch.width)
-    vectors = 2 * e * dispatch.rows * dispatch.width if again and work.pipelined else 0
-    vectors = vectors * dispatch.in_rounds + 4 * dispatch.node_vectors
+    vectors = 4 * dispatch.node_vectors
     if dispatch.in_rounds:
         return vectors + in_loop_of_rounds(work, unit)
     return vectors + e * dispatch.rows * (3 * columns + 7 * dispatch.width)
