@@ -428,7 +428,8 @@ def device_memory(work: Workload, gpu_memory: int = 0) -> dict[str, int]:
     loss_bytes = loss(work) + held - absent_in_loss
     loss_bytes = loss_bytes if split_once(work) else max(0, loss_bytes)
     after = scattered(work) + of_first_sublayers(work) + held
-    after -= 0 if work.accumulates else kept + parameter_memory(work)["compute weights"]
+    if not work.accumulates:  # under fsdp XLA keeps the compute weights
+        after -= kept + (parameter_memory(work)["compute weights"] if work.fsdp == 1 else 0)
     after = in_weight_lane(work) if split_once(work) else after
     after = max(after, loss_bytes + beside_loss(work))
 
