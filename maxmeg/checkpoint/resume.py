@@ -243,7 +243,7 @@ def check_layers(model: ModelConfig, manifest: Manifest) -> None:
 
 
 def check_optimizer(config: Config, manifest: Manifest) -> None:
-    """ValueError if the state of a checkpoint's optimizer has not the arrays of the run's."""
+    """ValueError if the checkpoint is of a run with another optimizer."""
     before = manifest.metadata["config"]["optim"]["optimizer"]
     if before != (now := config.optim.optimizer.value):
         raise ValueError(

@@ -123,9 +123,11 @@ def rows_of_copies(
 def weighted_rows(
     x_RF: Float[Array, "R F"], weights_R: Float[Array, " R"], *, in_order: bool
 ) -> Float[Array, "R F"]:
-    """Each row times its weight, in x's dtype. in_order: backward computes the gradient of the
-    weights first. Products in 8 bits make several copies of the gradient of x, beside which XLA
-    would keep its operands until it has the gradient of the weights."""
+    """Each row times its weight, in x's dtype.
+
+    in_order: backward computes the gradient of the weights before that of x. With products in 8
+    bits this saves memory: XLA otherwise computes it last, and until then keeps arrays of x's size
+    beside the 8-bit copies of x's gradient."""
     return (_weighted_in_order if in_order else _weighted)(x_RF, weights_R)
 
 

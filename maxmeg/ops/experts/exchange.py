@@ -314,8 +314,8 @@ def _further_rounds(exchange, first: int, y_TD, experts, x_TD, weights_TK, plan,
 
 
 def _further_rounds_backward(exchange, first, operands, slope_TD):
-    """Backward of the earlier rounds waits for the loop: XLA would compute much of it before, and
-    keep that during the loop."""
+    """The earlier rounds' backward waits for the loop. Without that XLA computes parts of it before
+    the loop, and their results take memory while the loop runs."""
     experts, x_TD, weights_TK, plan, rounds = operands
     variables, others = (trained(experts), x_TD, weights_TK), fixed(experts)
 

@@ -48,8 +48,8 @@ def layer(work: Workload, freed: Sequence[int], tight: bool = False) -> int:
 
 
 def late_reads(work: Workload, group: int) -> int:
-    """Bytes that the gradients of a single unit's weights read under fsdp, where XLA computes them
-    last; those gradients themselves in a branch."""
+    """Bytes that wait until the end of backward under fsdp, where XLA computes the weight gradients
+    of a unit without a loop last: the arrays they are computed from; in a branch the gradients."""
     work, unit = work.of(work.units[group]), work.units[group]
     if work.fsdp == 1:
         return 0
@@ -65,15 +65,15 @@ def late_reads(work: Workload, group: int) -> int:
 
 
 def two_ticks(work: Workload) -> bool:
-    """Whether a step under fsdp is two ticks, the first and the last, without a loop. Not seen
-    under tensor parallelism."""
+    """Whether a step under fsdp has two microbatches and no loop over them. False under tensor
+    parallelism, where compiled steps did not show what this adds."""
     both = work.microbatches == 2 and not work.pipelined and not work.config.lora.rank
     return both and work.fsdp > 1 == work.axes["tensor"]
 
 
 def of_first_tick(work: Workload) -> int:
-    """Bytes of the first of `two_ticks` during the second, of single units: the gradients of their
-    weights are computed at the end of both, and their gathered weights serve both."""
+    """Bytes of the first microbatch of `two_ticks` that exist during the second: the gathered
+    weights of units without a loop, and what their gradients are computed from (`late_reads`)."""
     if not two_ticks(work):
         return 0
     single = [group for group, places in enumerate(work.places) if places == 1]

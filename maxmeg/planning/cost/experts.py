@@ -324,16 +324,16 @@ def read_by_weight_lane(work: Workload, unit: Unit) -> int:
 
 
 def in_loop_of_rounds(work: Workload, unit: Unit) -> int:
-    """Bytes while the loop over further rounds runs backward, for which the first round waits:
-    gradients of the columns and the last product's input, e N (widths / t), five arrays of rows,
-    e N D each (minimal: six, with the received rows), and the float32 sums of the gradients of the
-    matrices, 2 e (matrices), and of the tokens, 4 T D. Without fsdp also the matrices, and the row
-    of the sums.
+    """Bytes while the loop over further rounds runs backward; the first round runs after it.
 
-    Blocks: gradients and what they are made of, 2 e N (widths / t), beside 3 e N D. In 8 bits they
-    exist together too, until the scales are known and codes are made, beside received rows in both
-    directions, 2 e N D (sent in 8 bits: half), if that is more. Codes of the matrices exist in both
-    layouts, which take as much as the matrices.
+    Rows: gradients of the columns and of the last product's input, e N (widths / t), and five
+    arrays of rows, e N D each (minimal: six, with the received rows). Batched experts: 2 e N
+    (widths / t) and 3 e N D. With 8-bit products, if larger: 2 e N (widths / t), as those gradients
+    and what they are computed from exist until scales are known, and the rows received in both
+    directions, 2 e N D (half if sent in 8 bits).
+
+    Matrices: float32 sums of their gradients, 2 e (matrices); without fsdp also the matrices (in 8
+    bits the codes in both layouts, as large) and the new sums. Tokens: float32 sums, 4 T D.
     """
     dispatch, e = dispatch_of(work), work.itemsize
     widths = (unit.expert_columns + unit.expert_inputs) // unit.sparse // dispatch.expert_shards

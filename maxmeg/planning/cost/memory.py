@@ -211,8 +211,8 @@ def of_first_sublayers(work: Workload) -> int:
 
 
 def without_loop(work: Workload) -> bool:
-    """Whether a step under ZeRO-1 and fsdp is two ticks: XLA adds both gradients of a table after
-    the second."""
+    """Whether a step under ZeRO-1 and fsdp has two microbatches and no loop over them: XLA then
+    adds both gradients of a table after the second."""
     return two_ticks(work) and cuts_layers(work)
 
 
@@ -428,7 +428,7 @@ def device_memory(work: Workload, gpu_memory: int = 0) -> dict[str, int]:
     loss_bytes = loss(work) + held - absent_in_loss
     loss_bytes = loss_bytes if split_once(work) else max(0, loss_bytes)
     after = scattered(work) + of_first_sublayers(work) + held
-    if not work.accumulates:  # under fsdp XLA keeps the compute weights
+    if not work.accumulates:  # compute weights: measured, fsdp keeps them
         after -= kept + (parameter_memory(work)["compute weights"] if work.fsdp == 1 else 0)
     after = in_weight_lane(work) if split_once(work) else after
     after = max(after, loss_bytes + beside_loss(work))

@@ -76,6 +76,13 @@ class Parameter:
         """Its sublayer in the unit; None outside of the stack."""
         return None if self.group is None else int(self.path[self.path.index("sublayers") + 1])
 
+    def is_quantized(self, recipe: Recipe | None) -> bool:
+        """Whether a step with this recipe rounds it."""
+        if recipe is None or not self.quantizable:
+            return False
+        sizes = self.variable.get_metadata("sizes")[-2:]
+        return not any(size % (recipe.block or 1) for size in sizes)
+
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
@@ -191,10 +198,7 @@ class Workload:
 
     def is_quantized(self, shard: Shard) -> bool:
         """Whether a step rounds the parameter."""
-        if self.recipe is None or not shard.parameter.quantizable:
-            return False
-        sizes = shard.parameter.variable.get_metadata("sizes")[-2:]
-        return not any(size % (self.recipe.block or 1) for size in sizes)
+        return shard.parameter.is_quantized(self.recipe)
 
     def copies(self, shard: Shard) -> int:
         """Number of copies of the parameter that layers compute with (layers/quantized.py)."""

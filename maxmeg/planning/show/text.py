@@ -97,8 +97,8 @@ def plan_of(config: Config, count: int) -> Plan:
 
 
 def changed(section, *names: str) -> list[str]:
-    """Words for those of the fields `names` (or of all) that are not at their defaults: "moments
-    float8", "offload"."""
+    """The settings that differ from their defaults, as "moments float8" or "offload". names: the
+    fields to look at; none: all."""
     values = [(field, getattr(section, field.name)) for field in dataclasses.fields(section)]
     return [
         f"{field.name} {files.text(value)}".removesuffix(" true")

@@ -18,9 +18,8 @@ _LESS_IMPORTANT = ("TFLOP/s", "lr", "gnorm", "scale", "val/byte", "mem", "mfu", 
 class Progress:
     """Prints a line for every `every`-th step, for validations, for the first and the last step.
 
-    Loss and rates are means over the steps since the previous line, without those that were
-    skipped; their number is in the line.
-    Missing metrics are left out.
+    Rates are means over all steps since the previous line, the loss over those that were not
+    skipped. The line counts the skipped ones. Missing metrics are left out.
     """
 
     def __init__(

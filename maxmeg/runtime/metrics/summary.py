@@ -9,7 +9,7 @@ from maxmeg.config.schema import Config, Optimizer
 from maxmeg.ops.recipes import recipe_of
 from maxmeg.parallel.rules import is_trained
 from maxmeg.planning.cost.parameters import num_parameters
-from maxmeg.planning.cost.workload import Parameter, parameters
+from maxmeg.planning.cost.workload import parameters
 from maxmeg.planning.remedies import planned_kernels, planned_memory
 from maxmeg.runtime.metrics.memory import memory_limit
 from maxmeg.runtime.metrics.progress import memory_size, quantity
@@ -46,17 +46,9 @@ def model_words(config: Config) -> str:
 
 def quantized_share(config: Config) -> float:
     """Fraction of the parameters that train.quantization rounds."""
-    recipe, arrays = recipe_of(config.train.quantization), parameters(config.model)
-    if recipe is None:
-        return 0.0
-
-    def rounded(array: Parameter) -> bool:
-        if not array.quantizable:
-            return False
-        sizes = array.variable.get_metadata("sizes")[-2:]
-        return not any(size % (recipe.block or 1) for size in sizes)
-
-    return sum(a.variable.size for a in arrays if rounded(a)) / num_parameters(config.model)[0]
+    recipe, model = recipe_of(config.train.quantization), config.model
+    sizes = [p.variable.size for p in parameters(model) if p.is_quantized(recipe)]
+    return sum(sizes) / num_parameters(model)[0]
 
 
 def parameter_words(config: Config) -> str:
