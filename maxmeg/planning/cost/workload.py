@@ -202,16 +202,13 @@ class Workload:
 
     def copies(self, shard: Shard) -> int:
         """Number of copies of the parameter that layers compute with (layers/quantized.py)."""
-        if not self.is_quantized(shard) or self.recipe is None:
-            return 1
-        return self.recipe.copies
+        return self.recipe.copies if self.recipe and self.is_quantized(shard) else 1
 
     def weight_bytes(self, shard: Shard, count: int) -> int:
         """Bytes of `count` weights that a product reads: of their codes and the scales of blocks,
         or in the compute dtype."""
-        if not self.is_quantized(shard) or self.recipe is None:
-            return self.itemsize * count
-        return self.recipe.weight_bytes(count)
+        recipe = self.recipe if self.is_quantized(shard) else None
+        return recipe.weight_bytes(count) if recipe else self.itemsize * count
 
     @property
     def gradient_itemsize(self) -> int:
