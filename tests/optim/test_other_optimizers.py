@@ -150,7 +150,7 @@ def test_soap_is_the_formula(rows, columns, steps, kl):
 def updates_of(optimizer: Optimizer, parallel: dict) -> dict[str, np.ndarray]:
     """The changes of all parameters in two steps, layers in model order."""
     config = tiny(MODEL, {"micro_batch_size": 2}, **parallel)
-    config.optim = OptimConfig(optimizer, eps=1e-4)
+    config.optim = OptimConfig(optimizer)
     config.optim.adafactor.momentum = 0.5 if optimizer is Optimizer.adafactor else 0.0
     mesh = mesh_of(config)
     transformation, abstract, state = tiny_state(config, mesh)
@@ -177,33 +177,47 @@ def test_updates_on_a_mesh_are_those_of_one_device(optimizer, parallel):
         assert np.sqrt((off**2).mean()) <= SAME_UPDATE * np.sqrt((update**2).mean()), name
 
 
-def soap_updates(parallel: dict) -> list[np.ndarray]:
-    """SOAP's second updates of a model from random gradients, the same for every mesh."""
-    config = tiny({**MODEL, "num_layers": 16}, {"micro_batch_size": 2}, **parallel)
-    config.optim = OptimConfig(Optimizer.soap, eps=1e-2)
+def well_conditioned(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Matrices with singular values of ratio 1.15: close ones' vectors would amplify rounding."""
+    if len(shape) < 3:
+        return rng.normal(size=shape)
+    rows, columns = shape[-2:]
+    rank = min(rows, columns)
+    left, right = (np.linalg.qr(rng.normal(size=(*shape[:-2], n, rank)))[0] for n in shape[-2:])
+    return left * (rank * 1.15 ** -np.arange(rank)) @ right.swapaxes(-1, -2)
+
+
+def soap_updates(parallel: dict) -> dict[str, np.ndarray]:
+    """SOAP's second updates of a model with square matrices, whose gradients have full rank."""
+    model = {**MODEL, "num_layers": 16, "moe.ffn_size": 32}
+    config = tiny(model, {"micro_batch_size": 2}, **parallel)
+    config.optim = OptimConfig(Optimizer.soap, eps=1.0)
     mesh = mesh_of(config)
     optimizer, _, state = tiny_state(config, mesh)
     masters, moments = trained(state.model), state.optimizer
     update, updates, rng = jax.jit(optimizer.update), None, np.random.default_rng(0)
     for _ in range(2):
         gradients = jax.tree.map(
-            lambda a: jax.device_put(np.float32(rng.normal(size=a.shape)), a.sharding), masters
+            lambda a: jax.device_put(np.float32(well_conditioned(rng, a.shape)), a.sharding),
+            masters,
         )
         rates = {"learning_rate": 1.0, "weight_decay": 0.0}
         updates, moments = update(gradients, moments, masters, **rates)
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(updates)]
+    leaves = jax.tree_util.tree_leaves_with_path(updates)
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
 
 
 @pytest.mark.slow
 def test_soap_is_the_same_on_every_mesh():
     """Of 16 layers each device has at least 4: XLA's products of fewer matrices round differently
-    on CPUs. Eigenvectors of close eigenvalues amplify rounding (by 1e-5 instead)."""
+    on CPUs."""
     expected = soap_updates({"fsdp": 1})
     for parallel in (
-        {"tensor": 4, "fsdp": 1},
+        {"tensor": 2, "expert_tensor": 1, "expert": 2, "fsdp": 2},
         {"fsdp": 4},
-        {"data": 4, "fsdp": 1},
+        {"data": 2, "context": 2, "fsdp": 1},
         {"pipe": 2, "expert": 2, "fsdp": 1, "zero1": False},
     ):
-        for found, update in zip(soap_updates(parallel), expected, strict=True):
-            np.testing.assert_allclose(found, update, atol=SAME_GRADIENT * np.abs(update).max())
+        for name, update in soap_updates(parallel).items():
+            off = np.abs(update - expected[name]).max()
+            assert off <= SAME_GRADIENT * np.abs(expected[name]).max(), (parallel, name)
