@@ -115,7 +115,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--rows", help="I/N: of tables of more than 3 rows the rows I, I + N, ...")
+    rows = "I/N: of long tests rows I, I + N, ... of tables over 3 rows, others of every 2nd file"
+    parser.addoption("--rows", help=rows)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -133,10 +134,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def keep_rows(config: pytest.Config, items: list[pytest.Item], first: int, each: int) -> None:
     tables: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if hasattr(item, "callspec"):
+        if item.get_closest_marker("slow") or item.get_closest_marker("gpu"):
             tables.setdefault(item.nodeid.split("[")[0], []).append(item)
-    long = [table for table in tables.values() if len(table) > 3]
-    left_out = {item for table in long for i, item in enumerate(table) if i % each != first}
+    files = {path: i for i, path in enumerate(sorted({table[0].path for table in tables.values()}))}
+    left_out = set()
+    for table in tables.values():
+        if len(table) > 3:
+            left_out |= {item for i, item in enumerate(table) if i % each != first}
+        elif (files[table[0].path] - first) % 2:
+            left_out |= set(table)
     config.hook.pytest_deselected(items=[*left_out])
     items[:] = [item for item in items if item not in left_out]
 

@@ -25,9 +25,10 @@ from maxmeg.train import main
 
 LENGTH, STEPS = 3, 4
 DELAYED = QuantizationConfig(QuantizationRecipe.delayed, amax_history_length=LENGTH)
-TOLERANCE = 1e-5  # relative, float32: the order of sums differs
-NORM = 1e-3  # relative, of gradients: single numbers round to the next code
-AMPLIFIED = 2e-2  # by scans
+# Relative, of losses, gradient norms and maxima. Numbers that another order of sums rounds to the
+# next code change the rest, on some processors: in routed experts, and most where scans amplify it.
+TOLERANCES = {"experts": (1e-4, 1e-2, 5e-2), "hybrid": (1e-4, 1e-2, 2e-1)}
+SAME = (1e-5, 1e-3, 1e-3)
 SAME_LOSS = 1e-2  # relative, of 8-bit and bfloat16 products after 300 steps
 MODELS = EARLIER | {
     "tokens ahead": EARLIER["dense"] | {"mtp.num_layers": 1},
@@ -81,14 +82,14 @@ def alone(model: str):
 @pytest.mark.parametrize(("model", "parallel", "micro"), LAYOUTS)
 def test_every_mesh_gives_the_same(model, parallel, micro):
     found, wanted = trained(model, micro, **parallel), alone(model)
-    np.testing.assert_allclose(found[0], wanted[0], rtol=TOLERANCE)
-    np.testing.assert_allclose(found[1], wanted[1], rtol=NORM)
+    loss, norm, maximum = TOLERANCES.get(model, SAME)
+    np.testing.assert_allclose(found[0], wanted[0], rtol=loss)
+    np.testing.assert_allclose(found[1], wanted[1], rtol=norm)
     assert found[2].keys() == wanted[2].keys()
     for name, history in wanted[2].items():
         other = found[2][name]
         np.testing.assert_array_equal(other[..., 0], history[..., 0], err_msg=name)
-        rounding = AMPLIFIED if model == "hybrid" else NORM
-        np.testing.assert_allclose(other, history, rtol=rounding, err_msg=name)
+        np.testing.assert_allclose(other, history, rtol=maximum, err_msg=name)
 
 
 def test_all_operands_of_quantized_layers_have_histories():
@@ -185,7 +186,7 @@ def test_a_resumed_run_has_the_same_bits(tmp_path):
         short_runs.copy_run(whole, tmp_path / name, 2)
         run(tmp_path / name, 4, **changed)
         found = [row["loss"] for row in short_runs.curve(tmp_path / name)]
-        assert found == pytest.approx(losses, rel=TOLERANCE if name == "mesh" else SAME_LOSS)
+        assert found == pytest.approx(losses, rel=SAME[0] if name == "mesh" else SAME_LOSS)
         kept = [n for n in short_runs.digests(tmp_path / name, 4) if n.startswith("history/")]
         assert kept == ([] if name == "none" else names)
     run(tmp_path / "none", 6)  # its checkpoint has no history
