@@ -26,10 +26,10 @@ from maxmeg.train import main
 LENGTH, STEPS = 3, 4
 DELAYED = QuantizationConfig(QuantizationRecipe.delayed, amax_history_length=LENGTH)
 # Relative, of losses, gradient norms and maxima. Numbers that another order of sums rounds to the
-# next code change the rest, on some processors: in routed experts, and most where scans amplify it.
-TOLERANCES = {"experts": (1e-4, 1e-2, 5e-2), "hybrid": (1e-4, 1e-2, 2e-1)}
+# next code change the rest, where scans amplify it.
+TOLERANCES = {"hybrid": (1e-4, 1e-2, 2e-1)}
 SAME = (1e-5, 1e-3, 1e-3)
-SAME_LOSS = 1e-2  # relative, of 8-bit and bfloat16 products after 300 steps
+SAME_LOSS = 2e-2  # as in test_fp8_training
 MODELS = EARLIER | {
     "tokens ahead": EARLIER["dense"] | {"mtp.num_layers": 1},
     "batched": EARLIER["experts"] | {"moe.backend": ExpertBackend.batched},

@@ -36,7 +36,7 @@ DISPATCHED = QuantizationConfig(QuantizationRecipe.mxfp8, dispatch=True)
 TOLERANCE, FLOOR = 1e-5, 1e-7  # relative, float32: the order of sums differs
 FLIPPED = 2e-2  # where that makes single numbers round to the next code, the other way
 QUANTIZED = 2e-3  # of the loss of a model with random weights
-SAME_LOSS = 5e-3  # relative, of 8-bit and bfloat16 products after 300 steps
+SAME_LOSS = 2e-2  # relative, after 300 steps of one seed: seeds deviate by 0.7 % (NOTES has means)
 MODELS = {
     "dense": {"attention.num_kv_heads": 4, "mlp.bias": True, "dropout_hidden": 0.1},
     "experts": {

@@ -123,11 +123,12 @@ def test_checkpoints_of_offloaded_states_are_those_of_the_device(tmp_path):
     for name, one in runs.items():
         one.run(range(1))
         savers[name] = one.save(tmp_path / name)
-    for name in ("host", "device"):
-        after = runs[name].run(range(1, 2))  # on some processors the two programs round differently
-        for saver in savers.values():
-            again = Steps(config_of(kinds[name])).resumed(saver)
-            assert_same_bits(again.run(range(1, 2)), after)
+    after = runs["device"].run(range(1, 2))
+    for saver in savers.values():
+        again = Steps(config_of(kinds["host"])).resumed(saver)
+        assert_same_bits(again.run(range(1, 2)), after)
+    back = Steps(config_of(kinds["device"])).resumed(savers["host"])
+    assert_same_bits(back.run(range(1, 2)), after)
 
 
 def masters_of(arrays: dict) -> dict:
