@@ -5,7 +5,7 @@
 
 train: run the gpt configuration with one layer (hidden 128, 8 samples of 64 tokens, bytes of
 Python's standard library) from each seed with each recipe (default: all), unless FOLDER has that
-run. "none" is bfloat16; "float32" shows how far rounding alone takes a run. FOLDER/RECIPE.jsonl
+run. "none" is bfloat16; "float32" and "float16" have no recipe. FOLDER/RECIPE.jsonl
 gets a line for each run: seed, losses of all steps, validation loss.
 table: how much the loss (mean of the last 20 steps; validation) differs from that in bfloat16 with
 the same seed, in percent: mean over seeds with its standard error, and standard deviation. curve:
@@ -27,15 +27,18 @@ from maxmeg.configs import gpt
 
 STEPS, LAST = 300, 20
 POINTS = range(50, STEPS + 1, 50)
-FLOAT32, BFLOAT16 = "float32", "none"
-NAMES = [FLOAT32, *(recipe.value for recipe in QuantizationRecipe)]
+DTYPES = {"float32": DType.float32, "float16": DType.float16}
+BFLOAT16 = "none"
+NAMES = [*DTYPES, *(recipe.value for recipe in QuantizationRecipe)]
 
 
 def config_of(name: str, seed: int, folder: str) -> Config:
     config = gpt.get_config()
     config.model.num_layers, config.data.sequence_length = 1, 64
-    if name != FLOAT32:
-        config.model.dtype = DType.bfloat16
+    config.model.dtype = DTYPES.get(name, DType.bfloat16)
+    if config.model.dtype is DType.float16:
+        config.optim.loss_scale.initial = 2.0**14  # no step is skipped
+    if name not in DTYPES:
         config.train.quantization.recipe = QuantizationRecipe(name)
     config.train.num_steps, config.run_dir, config.seed = STEPS, folder, seed
     return config
@@ -82,24 +85,29 @@ def curve(losses: list[float]) -> list[float]:
     return [float(np.mean(losses[point - LAST : point])) for point in POINTS]
 
 
+def differences(folder: Path, name: str) -> np.ndarray:
+    """Of losses from those in bfloat16 with the same seed, percent: [seeds, POINTS, validation]."""
+    runs, base = runs_of(folder, name), runs_of(folder, BFLOAT16)
+    seeds = sorted(runs.keys() & base.keys())
+    found, wanted = (np.array([each[seed] for seed in seeds]) for each in (runs, base))
+    return 100 * (found / (wanted.mean(axis=0) if name == BFLOAT16 else wanted) - 1)
+
+
 def table(folder: Path) -> None:
     print("| recipe | seeds | training loss | deviation | validation loss | deviation | curve |")
     print("|---|---|---|---|---|---|---|")
-    base = runs_of(folder, BFLOAT16)
     for name in NAMES:
-        runs = runs_of(folder, name)
-        seeds = sorted(runs.keys() & base.keys())
-        if len(seeds) < 2:
+        percent = differences(folder, name)
+        if len(percent) < 2:
             continue
-        found, wanted = (np.array([each[seed] for seed in seeds]) for each in (runs, base))
-        percent = 100 * (found / (wanted.mean(axis=0) if name == BFLOAT16 else wanted) - 1)
         deviations = percent.std(axis=0, ddof=1)
-        cells = [name, str(len(seeds))]
+        cells = [name, str(len(percent))]
         for column in (-2, -1):
-            error = deviations[column] / len(seeds) ** 0.5
+            error = deviations[column] / len(percent) ** 0.5
             mean = percent[:, column].mean()
             cells += [f"{mean:+.2f} ± {error:.2f} %", f"{deviations[column]:.2f}"]
-        cells.append(", ".join(f"{loss:.3f}" for loss in found.mean(axis=0)[:-1]))
+        losses = np.mean([*runs_of(folder, name).values()], axis=0)
+        cells.append(", ".join(f"{loss:.3f}" for loss in losses[:-1]))
         print("| " + " | ".join(cells) + " |")
 
 

@@ -15,7 +15,6 @@ from layouts import (
     tiny_state,
 )
 
-from maxmeg.checkpoint.initialize import in_one_encoder
 from maxmeg.config.data import HAS_TEXT, Objective
 from maxmeg.config.head import Biencoder, two_encoders
 from maxmeg.config.model import Norm, NormPlace, Position
@@ -58,6 +57,11 @@ def pairs(separate: bool) -> PairDataset:
     sizes = [random.integers(4, 12, 2 + n % 4) for n in range(BATCH)]
     examples = [[random.integers(0, 61, size) for size in row] for row in sizes]
     return PairDataset(examples, Lengths(LENGTH, 12, 12, separate), NEGATIVES, 61, shuffle=False)
+
+
+def in_one_encoder(name: str) -> str:
+    """The name that an array of a biencoder's two encoders has in a model of one encoder."""
+    return name.replace("model.query.", "model.").replace("stack.groups.1.", "stack.groups.0.")
 
 
 def gradients(parallel: dict, separate: bool = False, weights: LM | None = None):

@@ -29,7 +29,7 @@ DELAYED = QuantizationConfig(QuantizationRecipe.delayed, amax_history_length=LEN
 # next code change the rest, where scans amplify it.
 TOLERANCES = {"hybrid": (1e-4, 1e-2, 2e-1)}
 SAME = (1e-5, 1e-3, 1e-3)
-SAME_LOSS = 2e-2  # as in test_fp8_training
+SAME_LOSS = 5e-3  # relative, of four steps
 MODELS = EARLIER | {
     "tokens ahead": EARLIER["dense"] | {"mtp.num_layers": 1},
     "batched": EARLIER["experts"] | {"moe.backend": ExpertBackend.batched},

@@ -169,6 +169,7 @@ SEPARATE_PROBLEMS = [
     ({"model.num_layers": 2, "model.layers": two_encoders(1)}, "num_layers=2 with .*: set it to 4"),
     ({"model.position": Position.rotary}, "model.position=rotary is not supported with head.bienc"),
     ({"data.query_length": 300}, "query_length=300 is longer than model.max_position=256"),
+    ({"model.first_layers_bf16": 1}, "bf16=1 and last_layers_bf16=0 are not supported with head"),
 ]
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from maxmeg.checkpoint.integrity import CorruptCheckpointError, Manifest
 from maxmeg.checkpoint.manager import Checkpointer
+from maxmeg.checkpoint.regrouping import Regrouping
 from maxmeg.checkpoint.storage import row_orders
 from maxmeg.checkpoint.upcycling import Upcycling
 from maxmeg.config import files
@@ -39,7 +40,6 @@ from maxmeg.state import (
 log = logging.getLogger("maxmeg")
 Base = dict[str, typing.Any]  # identity of a frozen base: folder, step, digest; {}: no base
 T = typing.TypeVar("T")
-FIRST_GROUP = "model.stack.groups.0."
 CLASSIFIER, POOLER = "model.classifier.", "model.bert.pooler."
 
 
@@ -162,6 +162,7 @@ def initial_model(
     """
     saved = check_initial(config, source.manifest(step), tokenizer)
     wanted, layout = to_arrays({"model": part}), part.stack.layout
+    is_twice = begins_twice(saved, config.model)
 
     def take(name: str, like: jax.ShapeDtypeStruct, orders=None) -> jax.Array:
         """Restore one array, so that a frozen base is never in memory in float32 as a whole."""
@@ -170,7 +171,7 @@ def initial_model(
             return jax.jit(zeros, out_shardings=like.sharding)()
         mtp_layer = name.removeprefix("model.mtp.depths.").partition(".")[0]
         is_new = mtp_layer.isdecimal() and int(mtp_layer) >= saved.mtp.num_layers
-        of_one = in_one_encoder(name) if begins_twice(saved, config.model) else name
+        of_one = name.replace("model.query.", "model.") if is_twice else name
         is_new |= of_one.startswith(CLASSIFIER) and saved.head != config.model.head
         if is_new or (of_one.startswith(POOLER) and not saved.bert.pooler):
             return random_array(name, like.sharding, config)
@@ -190,14 +191,11 @@ def initial_model(
 
     read, noise = take_reordered, config.checkpoint.upcycle_noise
     if config.model.has("moe") and not saved.has("moe"):
-        read = Upcycling(saved, config.model, layout, noise, config.seed, take).take
+        read = Upcycling(saved, config.model, layout, take, noise, config.seed).take
+    elif config.model.groups != saved.groups:
+        read = Regrouping(saved, config.model, layout, take).take
     arrays = {name: read(name, like) for name, like in wanted.items()}
     return from_tree(nested(arrays), {"model": part})["model"]
-
-
-def in_one_encoder(name: str) -> str:
-    """The name that an array of a biencoder's two encoders has in a model of one encoder."""
-    return name.replace("model.query.", "model.").replace("model.stack.groups.1.", FIRST_GROUP)
 
 
 def check_initial(config: Config, manifest: Manifest, tokenizer: str | None) -> ModelConfig:

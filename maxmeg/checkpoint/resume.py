@@ -238,7 +238,9 @@ def check_layers(model: ModelConfig, manifest: Manifest) -> None:
         if (number := saved.get(name, 0)) != (now := getattr(model, name)):
             raise ValueError(
                 f"model.{name}={now}, but the checkpoint of step {manifest.step} has {number}, "
-                "which divides its layers into other groups: resume with the same number"
+                "which divides its layers into other groups: resume with the same number; or start "
+                "anew from the weights, with checkpoint.init_from=FOLDER of that run, in another "
+                "run_dir"
             )
 
 

@@ -11,9 +11,7 @@ a nonlinear activation.) Noise makes the copies differ.
 
 import dataclasses
 import functools
-import re
 import zlib
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -21,16 +19,11 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxmeg.config.layers import places
+from maxmeg.checkpoint.regrouping import Regrouping, Rows
 from maxmeg.config.mixers import RouterScore
-from maxmeg.config.model import ModelConfig
 from maxmeg.models.lm import LM
 from maxmeg.ops.random import fold, normal, split
-from maxmeg.pipeline.layout import Layout
 
-Rows = list[tuple[int, int] | None]  # layer and sublayer of each row; None: padding
-Read = Callable[[str, jax.ShapeDtypeStruct], jax.Array]  # reads the dense checkpoint
-STACKED = re.compile(r"^model\.stack\.groups\.(\d+)\.sublayers\.(\d+)\.(.*)$")
 SCORES = {  # an expert's score if all logits are 0; for softmax times the number of experts
     RouterScore.softmax: 1.0,
     RouterScore.sigmoid: 0.5,
@@ -39,77 +32,30 @@ SCORES = {  # an expert's score if all logits are 0; for softmax times the numbe
 
 
 @dataclasses.dataclass(frozen=True)
-class Upcycling:
-    """Converts the dense model `saved` to `wanted`, whose layers are in memory in `layout`'s order.
+class Upcycling(Regrouping):
+    """Converts the dense model `saved` to one with experts, in place of every MLP.
 
     noise: standard deviation of the noise on the copies, relative to the root mean square of a
     layer's matrix. Noise and routers are drawn with the run's seed.
     """
 
-    saved: ModelConfig
-    wanted: ModelConfig
-    layout: Layout
     noise: float
     seed: int
-    read: Read
 
     @property
     def slices(self) -> int:
         return self.saved.ffn // self.wanted.expert_ffn
 
-    def take(self, name: str, like: jax.ShapeDtypeStruct) -> jax.Array:
-        """Return an array of the new model with the shape, dtype and sharding of `like`."""
-        return self.convert(name, like).astype(like.dtype)
-
-    def convert(self, name: str, like: jax.ShapeDtypeStruct) -> jax.Array:
-        """Return an array of the new model; padding is zero."""
-        match = STACKED.match(name)
-        if match is None:
-            return self.read(name, like)
-        group, sublayer, rest = int(match[1]), int(match[2]), match[3]
-        kinds = self.wanted.layer_kinds
-        layers = [
-            (layer, sublayer - place.sublayer)
-            for layer, place in enumerate(places(self.wanted.groups))
-            if place.group == group and 0 <= sublayer - place.sublayer < len(kinds[layer])
-        ]
-        rows = [layers[n] if n >= 0 else None for n in self.layout.orders[group]]
+    def convert(self, name: str, rows: Rows, rest: str, like: jax.ShapeDtypeStruct) -> jax.Array:
         part = rest.removeprefix("mixers.moe.")
         if part == rest:
-            return self.stacked(rows, rest, like.shape, like.sharding)
+            return super().convert(name, rows, rest, like)
         if part == "router":
-            return self.router(group, sublayer, like)
+            return self.router(name, like)
         if not part.startswith("experts."):  # load-balancing bias, expert loads, biases of logits
             zeros = functools.partial(jnp.zeros, like.shape)
             return jax.jit(zeros, out_shardings=like.sharding)()
         return self.experts(rows, name, part.removeprefix("experts."), like)
-
-    def stacked(self, rows: Rows, rest: str, shape, sharding) -> jax.Array:
-        """Stack the dense model's arrays of these layers and sublayers; None gives zeros."""
-        dense, counts = places(self.saved.groups), [count for _, count in self.saved.groups]
-        arrays: dict[str, jax.Array] = {}
-        picked: list[tuple[str, int] | None] = []
-        for row in rows:
-            if row is None:
-                picked.append(None)
-                continue
-            layer, at = row
-            group, repeat, first = dense[layer].group, dense[layer].repeat, dense[layer].sublayer
-            name = f"model.stack.groups.{group}.sublayers.{first + at}.{rest}"
-            if name not in arrays:
-                stored = (counts[group], *shape[1:])
-                spec = P(None, *sharding.spec[1:])
-                local = NamedSharding(sharding.mesh, spec)
-                arrays[name] = self.read(
-                    name, jax.ShapeDtypeStruct(stored, jnp.float32, sharding=local)
-                )
-            picked.append((name, repeat))
-
-        def stack(arrays):
-            zeros = jnp.zeros(shape[1:], jnp.float32)
-            return jnp.stack([arrays[pick[0]][pick[1]] if pick else zeros for pick in picked])
-
-        return jax.jit(stack, out_shardings=sharding)(arrays)
 
     def experts(self, rows: Rows, name: str, part: str, like: jax.ShapeDtypeStruct) -> jax.Array:
         """Return a projection [layers, E, in, out] of the experts, or a bias [layers, E, out]."""
@@ -145,8 +91,9 @@ class Upcycling:
 
         return jax.jit(cut, out_shardings=like.sharding)(dense)
 
-    def router(self, group: int, sublayer: int, like: jax.ShapeDtypeStruct) -> jax.Array:
+    def router(self, name: str, like: jax.ShapeDtypeStruct) -> jax.Array:
         """Return random columns, one per copy of the MLP, repeated for the experts of the copy."""
+        group, sublayer = (int(name.split(".")[at]) for at in (3, 5))
         order = np.array(self.layout.orders[group]).reshape(-1, 1, 1)
 
         def draw(key):

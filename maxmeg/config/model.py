@@ -106,12 +106,14 @@ class ModelConfig:
         "number of layers at the start that are computed in model.dtype under train.quantization; "
         "they form a separate group in checkpoints",
         "--first-last-layers-bf16, --num-layers-at-start-in-bf16",
+        effect="none",
         at_least=0,
     )
     last_layers_bf16: int = setting(
         0,
         "number of layers at the end that are computed in model.dtype under train.quantization",
         "--num-layers-at-end-in-bf16",
+        effect="none",
         at_least=0,
     )
     parallel_norms: bool = setting(

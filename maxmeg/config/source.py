@@ -76,6 +76,12 @@ def two_encoders_problems(model: ModelConfig) -> Iterator[str]:
             f"model.layers={model.layers!r} with num_layers={model.num_layers} are not the two "
             f"encoders of head.biencoder=separate: set layers={wanted!r} and an even num_layers"
         )
+    if model.first_layers_bf16 or model.last_layers_bf16:
+        yield (
+            f"model.first_layers_bf16={model.first_layers_bf16} and last_layers_bf16="
+            f"{model.last_layers_bf16} are not supported with head.biencoder=separate, which "
+            "has one group of layers for each encoder: set both to 0"
+        )
     if model.position not in (Position.learned, Position.none):
         yield (
             f"model.position={model.position.value} is not supported with head.biencoder="

@@ -128,6 +128,10 @@ def test_a_checkpoint_of_other_layers_names_the_first_that_differs(run):
     checkpointer = Checkpointer(run / CHECKPOINTS)
     with pytest.raises(ValueError, match=r"step 2 is of another model: layer 0 is mlp in .* there"):
         resume(config, checkpointer, abstract_of(2), TOKENIZER)
+    config = config_of(2)
+    config.run_dir, config.model.last_layers_bf16 = str(run), 1
+    with pytest.raises(ValueError, match=r"bf16=1, but the checkpoint of step 2 has 0.*init_from"):
+        resume(config, checkpointer, abstract_of(2), TOKENIZER)
 
 
 def test_a_checkpoint_of_another_optimizer_names_both(run):

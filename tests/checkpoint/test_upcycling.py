@@ -108,6 +108,29 @@ def test_an_upcycled_model_computes_what_the_dense_model_does(request, name, sou
     np.testing.assert_allclose(actual, wanted, rtol=0, atol=SAME * float(jnp.abs(wanted).max()))
 
 
+@pytest.mark.parametrize(
+    ("layers", "before", "after", "parallel"),
+    [
+        ("*(attention,mlp)", (0, 0), (1, 2), {"pipe": 2, "fsdp": 2}),
+        ("*(attention,mlp attention,moe)", (1, 2), (0, 1), {"expert": 2, "fsdp": 2}),
+    ],
+)
+def test_a_model_begins_with_other_numbers_of_16_bit_layers(
+    tmp_path_factory, layers, before, after, parallel
+):
+    def ends(numbers):
+        return dict(zip(("first_layers_bf16", "last_layers_bf16"), numbers, strict=True))
+
+    moe = {"moe.num_experts": 4, "moe.ffn_size": 24, "moe.top_k": 2} if "moe" in layers else {}
+    fields = {"num_layers": 6, "layers": layers, **moe, **ends(before)}
+    source = made(tmp_path_factory, fields)
+    model = begun(source, ends(after), parallel)
+    assert len(model.stack.groups) != len(source[2].stack.groups)
+    ids = jax.random.randint(jax.random.key(1), (2, 12), 0, 61)
+    actual, wanted = (jax.jit(each)(ids) for each in (model, source[2]))
+    np.testing.assert_allclose(actual, wanted, rtol=0, atol=SAME * float(jnp.abs(wanted).max()))
+
+
 def test_noise_makes_copies_differ(dense):
     plain, noisy = (begun(dense, CASES["copies"][0], noise=noise) for noise in (0.0, 0.1))
     experts = [model.stack.groups[0].sublayers[1].mixers["moe"].experts for model in (plain, noisy)]
