@@ -5,8 +5,8 @@
 
 train: run the gpt configuration with one layer (hidden 128, 8 samples of 64 tokens, bytes of
 Python's standard library) from each seed with each recipe (default: all), unless FOLDER has that
-run. "none" is bfloat16; "float32" and "float16" have no recipe. FOLDER/RECIPE.jsonl
-gets a line for each run: seed, losses of all steps, validation loss.
+run. "none" is bfloat16 without a recipe; "float32" and "float16" have none either.
+FOLDER/RECIPE.jsonl gets a line for each run: seed, losses of all steps, validation loss.
 table: how much the loss (mean of the last 20 steps; validation) differs from that in bfloat16 with
 the same seed, in percent: mean over seeds with its standard error, and standard deviation. curve:
 mean over seeds of the losses of 20 steps, up to step 50, 100, ... 300.
@@ -86,7 +86,10 @@ def curve(losses: list[float]) -> list[float]:
 
 
 def differences(folder: Path, name: str) -> np.ndarray:
-    """Of losses from those in bfloat16 with the same seed, percent: [seeds, POINTS, validation]."""
+    """How much losses exceed those in bfloat16 with the same seed, in percent.
+
+    [seeds, POINTS + 1]: the mean losses before each of POINTS, and the validation loss.
+    """
     runs, base = runs_of(folder, name), runs_of(folder, BFLOAT16)
     seeds = sorted(runs.keys() & base.keys())
     found, wanted = (np.array([each[seed] for seed in seeds]) for each in (runs, base))

@@ -92,6 +92,7 @@ def test_products_are_quantized_and_gradients_keep_their_direction(name):
             assert ALIGNED < np.vdot(array, found[1][path]) / norms < 1 - 1e-9, path
 
 
+@pytest.mark.slow
 def test_meshes_differ_by_what_two_keys_differ_by():
     """Stochastic rounding draws other numbers for other microbatches and shards. Without dropout,
     which would depend on the key too."""

@@ -137,6 +137,7 @@ def test_search_ranks_and_compiles_the_best_three(capsys, tmp_path: Path, compil
     assert found["compiled"]["total"] == 80 * GIB
 
 
+@pytest.mark.slow
 def test_flags_of_the_best_layout_give_the_same_plan(capsys, tmp_path: Path):
     run("llama3-8b", "--hardware=h100x16", "--search", f"--json={tmp_path}/a")
     best = json.loads((tmp_path / "a").read_text())

@@ -24,9 +24,9 @@ STACKED = re.compile(r"^model\.stack\.groups\.(\d+)\.sublayers\.(\d+)\.(.*)$")
 
 @dataclasses.dataclass(frozen=True)
 class Regrouping:
-    """Reads the layers of the model `saved` for `wanted`, which has them in other groups.
+    """Reads the layers of the model `saved` into the groups of `wanted`, in `layout`'s order.
 
-    In memory they are in `layout`'s order. Two encoders both begin with the layers of one.
+    If `wanted` is a biencoder with two encoders and `saved` has one, each reads all its layers.
     """
 
     saved: ModelConfig

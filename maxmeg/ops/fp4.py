@@ -11,8 +11,9 @@ a bit of the 17 octaves of E4M3, and no precision.)
 - Weights have blocks of 16 x 16, so that forward and backward multiply the same numbers.
 - The operands of a weight gradient are first rotated by a random Hadamard transform of 16 tokens,
   which spreads outliers over a block. The rotation cancels in the product.
-- Gradients are rounded stochastically. Scales of their blocks are rounded up, so that no number is
-  clipped: the mean over keys is exact. (TransformerEngine rounds them to nearest.)
+- Gradients are rounded stochastically, so that their mean over keys is exact. The exception: scales
+  are rounded to nearest, and numbers above 6 times their block's scale are clipped, by at most 1/16
+  (more in blocks 2**15 times smaller than the tensor's largest number, which may become 0).
 """
 
 import dataclasses
@@ -46,7 +47,6 @@ from maxmeg.ops.quantized import (
 from maxmeg.ops.random import fold, random_bits
 
 FP4_LARGEST, E4M3_LARGEST = 6.0, 448.0
-E4M3_NORMAL = 2.0**-6  # the smallest normal number; below are multiples of 2**-9
 BLOCK = 16  # numbers with one scale, and tokens that a Hadamard transform mixes
 # Of the transform: fixed, since both operands of a product need the same. TransformerEngine's.
 SIGNS = np.array([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1], np.float32)
@@ -151,21 +151,12 @@ def quantize_nvfp4(
     most = jnp.max(jnp.abs(blocks), axis=(-3, -1), keepdims=True)
     ratio = most * (1 / whole * np.float32(1 / FP4_LARGEST))
     ratio = jnp.where(all_finite(blocks), jnp.minimum(ratio, E4M3_LARGEST), jnp.nan)
-    scales = (ratio if key is None else rounded_up(ratio)).astype(E4M3)
+    scales = ratio.astype(E4M3)
     inverse = jnp.minimum(1 / (scales.astype(jnp.float32) * whole), jnp.finfo(jnp.float32).max)
     y = jnp.clip(blocks * inverse, -FP4_LARGEST, FP4_LARGEST).reshape(x.shape)
     rows = (lax.broadcasted_iota(jnp.uint32, x.shape[:-1], i) for i in range(x.ndim - 1))
     bits = None if key is None else random_bits(x.shape, key, *rows)
     return rounded(y, bits).astype(FP4), scales.squeeze((-3, -1)), scale
-
-
-def rounded_up(x: jax.Array) -> jax.Array:
-    """The smallest numbers of E4M3 that are not less than x, 0 to 448."""
-    cut = 20  # of the 23 bits of a float32 mantissa
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
-    bits = (bits + ((1 << cut) - 1)) >> cut << cut
-    small = jnp.ceil(x * 2.0**9) * np.float32(2.0**-9)
-    return jnp.where(x < E4M3_NORMAL, small, lax.bitcast_convert_type(bits, jnp.float32))
 
 
 def rounded(y: Float[Array, "*S"], bits: UInt32[Array, "*S"] | None = None) -> Float[Array, "*S"]:

@@ -17,6 +17,7 @@ from maxmeg.state import CHECKPOINTS, array_name, nested, to_arrays
 
 SAME = 1e-5  # absolute, of logits about 1: the order of sums differs
 WIDTH = 48
+SLOW = pytest.mark.slow
 DENSE = {"num_layers": 3, "mlp.ffn_size": WIDTH, "attention.num_heads": 4, "init_std": 0.3}
 CASES = {  # fields, those of the parallel layout
     "copies": ({"layers": "*(attention,moe)", "moe.num_experts": 4}, {}),
@@ -111,7 +112,7 @@ def test_an_upcycled_model_computes_what_the_dense_model_does(request, name, sou
 @pytest.mark.parametrize(
     ("layers", "before", "after", "parallel"),
     [
-        ("*(attention,mlp)", (0, 0), (1, 2), {"pipe": 2, "fsdp": 2}),
+        pytest.param("*(attention,mlp)", (0, 0), (1, 2), {"pipe": 2, "fsdp": 2}, marks=SLOW),
         ("*(attention,mlp attention,moe)", (1, 2), (0, 1), {"expert": 2, "fsdp": 2}),
     ],
 )

@@ -261,7 +261,8 @@ def test_other_endpoints(client, server):
 
 
 def test_replies_of_clients_that_have_gone_end(server):
-    """Of two clients, one reads a stream; while they wait, a third finds the queue full."""
+    """Of two clients, one reads a stream; while they wait, a third finds the queue full. The server
+    notices that they have gone one after the other."""
     before = server.metrics().get(CANCELLED, 0)
     endless = {str(i): -100 for i in (256, 257, 258)}
     body = {"prompt": "a", "max_tokens": LENGTH - 9, "n": 16, "logit_bias": endless}
@@ -272,7 +273,7 @@ def test_replies_of_clients_that_have_gone_end(server):
     assert full.status == 429 and full.headers["Retry-After"] == "1"
     for connection in connections:
         connection.close()
-    wait_until(lambda: server.metrics().get(CANCELLED, 0) == before + 32)  # one, then the other
+    wait_until(lambda: server.metrics().get(CANCELLED, 0) == before + 32)
     wait_until(lambda: server.metrics()["num_requests_running"] == 0)
     now = server.metrics()
     assert now["num_requests_waiting"] == 0
