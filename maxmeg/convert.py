@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 
 from maxmeg.config.options import Convert as Options
-from maxmeg.config.options import To
+from maxmeg.config.options import Quantize, To
 from maxmeg.config.schema import Config
 from maxmeg.hf import convert, peft
 from maxmeg.hf.families.classifier_tables import CLASSIFIERS
@@ -39,6 +39,8 @@ def main(*arguments: typing.Any) -> None:
     inward = options.to is To.maxmeg
     if options.average and options.to is not To.huggingface:
         raise ValueError(f"--average is for --to=huggingface, not --to={options.to.name}")
+    if options.quantize is not Quantize.none and options.to is not To.huggingface:
+        raise ValueError(f"--quantize is for --to=huggingface, not --to={options.to.name}")
     from_megatron = inward and megatron.is_checkpoint(options.input)
     if (config and not from_megatron) or (options.list and from_megatron):
         raise ValueError(f"{options.input}: --config is for Megatron's, --list for all others")
@@ -75,9 +77,9 @@ def main(*arguments: typing.Any) -> None:
 
 
 def to_huggingface(options: Options, step: int | None) -> convert.Report:
-    limit = int(options.shard_gb * 1e9)
+    limit, how = int(options.shard_gb * 1e9), (options.average, options.quantize)
     return convert.export_model(
-        options.input, options.output, options.dtype, limit, step, options.family, options.average
+        options.input, options.output, options.dtype, limit, step, options.family, *how
     )
 
 

@@ -209,6 +209,13 @@ class To(enum.Enum):
     peft = "peft"
 
 
+class Quantize(enum.Enum):
+    none = "none"
+    int8 = "int8"
+    mxfp4 = "mxfp4"
+    nvfp4 = "nvfp4"
+
+
 @dataclasses.dataclass
 class Convert:
     """Input, output and format."""
@@ -223,6 +230,9 @@ class Convert:
         "", "--to=maxmeg: as data.tokenizer, or a tokenizer.json; empty: the input's"
     )
     dtype: DType = setting(DType.bfloat16, "--to=huggingface: of weights")
+    quantize: Quantize = setting(
+        Quantize.none, "--to=huggingface: of the layers' matrices: none | int8 | mxfp4 | nvfp4"
+    )
     step: int = setting(-1, "--to=huggingface: step of the checkpoint; -1: the newest")
     average: bool = setting(False, "with --to=huggingface: export the EMA weights (optim.ema)")
     shard_gb: float = setting(5.0, "--to=huggingface: most 10^9 bytes per file, > 0")

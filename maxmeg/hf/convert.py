@@ -20,6 +20,7 @@ from maxmeg.config import files
 from maxmeg.config.data import Objective, TooLong
 from maxmeg.config.labelled import Scored
 from maxmeg.config.model import DType, ModelConfig
+from maxmeg.config.options import Quantize
 from maxmeg.config.schema import Config
 from maxmeg.data import run_folder
 from maxmeg.data.tokenizers.load import load_tokenizer, parse_spec
@@ -31,9 +32,10 @@ from maxmeg.hf.families.classifier_tables import (
     objective_of,
     written_names,
 )
-from maxmeg.hf.formats.quantized import dequantized
+from maxmeg.hf.formats.quantized import QUANTIZATION, dequantized
 from maxmeg.hf.formats.safetensors import DTYPES, SafetensorsFolder, SafetensorsWriter, read_json
 from maxmeg.hf.formats.source import Source, Weights
+from maxmeg.hf.quantize import QuantizedWeights, notes_of
 from maxmeg.hf.sentence import SentenceEncoder, encoders_of
 from maxmeg.hf.trained import (
     CARRIED,
@@ -206,23 +208,27 @@ def export_model(
     step: int | None = None,
     family: str = "",
     average: bool = False,
+    quantize: Quantize = Quantize.none,
 ) -> Report:
     """Write a run's model as a folder that transformers' from_pretrained loads; merge adapters.
 
     step: default the newest. family: default that of the folder the model was imported from, else
-    the first that can express the model. average: write the averages of optim.ema. ValueError where
-    no family fits, or where the checkpoint does not fit its config or has no averages.
+    the first that can express the model. average: write the averages of optim.ema. quantize: write
+    the layers' matrices in this format (hf/quantize.py). ValueError where no family fits, where the
+    format does not, or where the checkpoint does not fit its config or has no averages.
     """
     run, target = Path(run), Path(target)
     check_empty(target)
     trained = TrainedModel(run, step, average)
     folder = carried_folder(run, trained.config)
-    limits = dtype, max_shard_bytes
+    limits = dtype, max_shard_bytes, quantize
     encoders = encoders_of(trained)
     if not encoders:
         return _write_folder(trained, folder, target, limits, family)
     if family:
         raise ValueError(f"--family={family}: cannot be chosen for a biencoder: leave it out")
+    if quantize is not Quantize.none:
+        raise ValueError(f"--quantize={quantize.name} is not for biencoders: leave it out")
     reports = []
     for name, encoder in encoders.items():
         reports.append(_write_folder(encoder, folder, target / name, limits, encoder.family))
@@ -245,12 +251,12 @@ def _write_folder(
     trained: TrainedModel | SentenceEncoder,
     folder: Path,
     target: Path,
-    limits: tuple[DType, int],
+    limits: tuple[DType, int, Quantize],
     family: str,
 ) -> Report:
-    """Write a model, and copy the small files in `folder`. limits: dtype of the tensors, and the
-    largest size of a shard in bytes."""
-    config, model, (dtype, max_shard_bytes) = trained.config, trained.model, limits
+    """Write a model, and copy the small files in `folder`. limits: dtype of the tensors, the
+    largest size of a shard in bytes, and the format of quantized ones."""
+    config, model, (dtype, max_shard_bytes, how) = trained.config, trained.model, limits
     carried = carried_config(folder)
     family = choose_family(model, carried, family)
     model = families.with_writable_mtp(model, family)
@@ -260,17 +266,26 @@ def _write_folder(
     described["dtype"] = dtype.value
     described.pop("torch_dtype", None)
     bindings = families.bindings(model, family)
-    tensors = {
-        b.theirs: TensorInfo(WRITTEN[DType.float32 if b.exact else dtype], b.shape)
-        for b in bindings
-    }
+    quantized = None
+    if how is not Quantize.none:
+        quantized = QuantizedWeights(how, model, bindings, family, trained.read)
+        described[QUANTIZATION] = quantized.settings()
+    tensors = {}
+    for b in bindings:
+        if quantized and quantized.has(b):
+            tensors |= quantized.infos(b)
+        else:
+            tensors[b.theirs] = TensorInfo(WRITTEN[DType.float32 if b.exact else dtype], b.shape)
     with SafetensorsWriter(target, tensors, max_shard_bytes) as writer:
         for binding in tracked(bindings, "converting"):
             if binding.ours[0].name in VOCABULARY_TABLES:
                 writer.write_rows(binding.theirs, trained.words(binding.ours[0].name))
                 continue
             joined = (piece.join([*map(trained.read, piece.ours)]) for _, piece in binding.pieces())
-            if binding.stacked:
+            if quantized and quantized.has(binding):
+                for name, array in quantized.arrays(binding, next(joined)).items():
+                    writer.write(name, array)
+            elif binding.stacked:
                 writer.write_rows(binding.theirs, (expert[None] for expert in joined))
             else:
                 writer.write(binding.theirs, next(joined))
@@ -283,12 +298,10 @@ def _write_folder(
     text = json.dumps(described, indent=2, sort_keys=True) + "\n"
     (target / "config.json").write_text(text, "utf-8")
     matched = [(binding.theirs, binding) for binding in bindings]
-    if (recipe := config.train.quantization.recipe.name).startswith("qat_"):
-        notes += (f"{recipe}: these weights are not rounded; quantize them with a server's tool",)
+    notes += notes_of(config.train.quantization.recipe, how)
     report = _report(family, matched, config.data.tokenizer, notes)
-    return dataclasses.replace(
-        report, loaded_by=f"transformers.{family}.from_pretrained('{target}')"
-    )
+    loaded_by = f"transformers.{family}.from_pretrained('{target}')"
+    return dataclasses.replace(report, loaded_by=f"vllm serve {target}" if quantized else loaded_by)
 
 
 def imported(source: Source) -> Pairs:

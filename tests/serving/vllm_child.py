@@ -1,5 +1,5 @@
-"""vLLM's greedy tokens of the models in some folders, in a process of its own: it binds its threads
-to cores and logs much. python vllm_child.py JOBS.json ANSWERS.json"""
+"""vLLM's losses and greedy tokens of the models in some folders, in a process of its own: it binds
+its threads to cores and logs much. python vllm_child.py JOBS.json ANSWERS.json"""
 
 import json
 import os
@@ -21,12 +21,16 @@ from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
 
 def answer(folder: str, prompts: list[list[int]], count: int) -> dict:
-    """The tokens after each prompt, in float32."""
+    """Of each prompt, in float32: the tokens after it, and the mean loss of its own."""
     model = vllm.LLM(folder, dtype="float32", enforce_eager=True, max_num_seqs=len(prompts))
     given = [{"prompt_token_ids": prompt} for prompt in prompts]
-    choice = vllm.SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
-    actual = model.generate(given, choice, use_tqdm=False)
-    return {"tokens": [list(one.outputs[0].token_ids) for one in actual]}
+    greedy = {"temperature": 0, "max_tokens": count, "ignore_eos": True}
+    actual = model.generate(given, vllm.SamplingParams(**greedy, prompt_logprobs=0), use_tqdm=False)
+    losses = []
+    for prompt, one in zip(prompts, actual, strict=True):
+        rows = zip(prompt[1:], one.prompt_logprobs[1:], strict=True)
+        losses.append(-sum(row[token].logprob for token, row in rows) / (len(prompt) - 1))
+    return {"tokens": [list(one.outputs[0].token_ids) for one in actual], "losses": losses}
 
 
 def main(jobs: str, answers: str) -> None:

@@ -1,0 +1,152 @@
+"""Quantized exports: matrices are those that quantization-aware training multiplies, and all other
+tensors are as in a plain export."""
+
+import functools
+import itertools
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hf_cases import families as dense
+from hf_cases import sparse
+from hf_folders import random_tensors
+
+from maxmeg.config.model import DType
+from maxmeg.config.options import Convert, Quantize, To
+from maxmeg.config.quantization import QuantizationRecipe
+from maxmeg.config.schema import Config
+from maxmeg.config.setting import with_fields
+from maxmeg.convert import main
+from maxmeg.data.tokenizers.load import load_tokenizer
+from maxmeg.hf import convert
+from maxmeg.hf.families import read as families
+from maxmeg.hf.formats.quantized import QUANTIZATION
+from maxmeg.hf.formats.safetensors import SafetensorsFolder
+from maxmeg.hf.quantize import FORMATS, notes_of
+from maxmeg.hf.trained import TrainedModel
+from maxmeg.ops.recipes import RECIPES
+
+HIDDEN, HEADS, HEAD_DIM = 64, 4, 32
+MODELS = dense(HIDDEN, HEADS, HEAD_DIM) | sparse(HIDDEN, HEADS, HEAD_DIM)
+REFUSED = {"gpt 2": r"\[inputs, outputs\]", "gpt oss": "several matrices"}
+QUICK = [("llama", form) for form in FORMATS] + [("mixtral", Quantize.nvfp4)]
+NAMES = [name for name in MODELS if name not in REFUSED]
+# Every family, and every format about as often.
+LONG = [case for case in zip(NAMES, itertools.cycle(FORMATS), strict=False) if case not in QUICK]
+CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in LONG)]
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+NOT_ROUNDED = r"embed|lm_head|\.(gate|router|eh_proj)$"  # others that blocks divide
+
+
+def write_run(name, folder, changes=()):
+    """Makes `run`, of random weights, and `plain`, its export in float32."""
+    family, settings = MODELS[name]
+    model = families.model_config(settings | {"architectures": [family]})
+    config = Config(run_dir=str(folder / "run"), model=with_fields(model, dict(changes)))
+    config.data.tokenizer = f"null:{model.vocab_size}"
+    tensors = random_tensors(config.model, family, np.float32)
+    pieces = (
+        (piece, tensors[binding.theirs] if expert is None else tensors[binding.theirs][expert])
+        for binding in families.bindings(config.model, family)
+        for expert, piece in binding.pieces()
+    )
+    convert.write_run(config, load_tokenizer(config.data.tokenizer).identity, pieces)
+    convert.export_model(folder / "run", folder / "plain", DType.float32, family=family)
+
+
+def tensors_of(folder) -> dict[str, np.ndarray]:
+    files = SafetensorsFolder(folder)
+    return {name: files.read(name) for name in files.tensors}
+
+
+def as_served(module: str, tensors: dict[str, np.ndarray]) -> np.ndarray:
+    """Take the tensors of a module and return its matrix, float32 [out, in]."""
+    scale = tensors.pop(f"{module}.weight_scale")
+    if scale.dtype == np.float32:
+        return tensors.pop(f"{module}.weight").astype(np.float32) * scale
+    codes = tensors.pop(f"{module}.weight_packed")
+    codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(len(codes), -1)
+    if scale.dtype == np.uint8:
+        scale = np.exp2(scale.astype(np.float32) - 127)
+    else:
+        scale = scale.astype(np.float32) / tensors.pop(f"{module}.weight_global_scale")
+    sign = np.where(codes & 8, np.float32(-1), np.float32(1))
+    return sign * E2M1[codes & 7] * np.repeat(scale, codes.shape[1] // scale.shape[1], axis=1)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def rounded(w_IO: jax.Array, form: Quantize) -> jax.Array:
+    recipe = RECIPES[FORMATS[form].recipe]
+    of_columns = {"axis": -2, "keepdims": True} if form is Quantize.int8 else {}
+    copies = recipe.weights(w_IO, jnp.max(jnp.abs(w_IO), **of_columns))
+    return recipe.wide(copies[0], jnp.float32)
+
+
+@pytest.mark.parametrize("name, form", CASES)
+def test_matrices_are_as_in_training_and_the_rest_as_in_a_plain_export(tmp_path, name, form):
+    write_run(name, tmp_path)
+    run, trained = tmp_path / "run", TrainedModel(tmp_path / "run")
+    family = MODELS[name][0]
+    report = convert.export_model(
+        run, tmp_path / "q", DType.float32, 100_000, None, family, False, form
+    )
+    assert report.loaded_by == f"vllm serve {tmp_path / 'q'}"
+    found, plain = tensors_of(tmp_path / "q"), tensors_of(tmp_path / "plain")
+    ignored = json.loads((tmp_path / "q" / "config.json").read_text())[QUANTIZATION]["ignore"]
+    assert "lm_head" in ignored
+    count = 0
+    for binding in families.bindings(trained.model, family):
+        module, unrounded = binding.theirs.removesuffix(".weight"), plain.pop(binding.theirs)
+        if f"{module}.weight_scale" in found:
+            count += 1
+            assert module not in ignored
+            wanted = [np.asarray(rounded(trained.read(place), form)) for place in binding.ours]
+            np.testing.assert_array_equal(as_served(module, found), binding.join(wanted))
+            continue
+        np.testing.assert_array_equal(found.pop(binding.theirs), unrounded)
+        if unrounded.ndim == 2:
+            assert module in ignored
+            is_whole = all(size % 32 == 0 for size in unrounded.shape)
+            assert not is_whole or re.search(NOT_ROUNDED, module), module
+    assert not found and count >= trained.model.num_layers
+
+
+@pytest.mark.parametrize("name, form", [("llama", Quantize.int8), ("llama", Quantize.mxfp4)])
+def test_layers_in_16_bits_stay_so(tmp_path, name, form):
+    write_run(name, tmp_path, {"last_layers_bf16": 1})
+    convert.export_model(tmp_path / "run", tmp_path / "q", quantize=form)
+    scales = [name for name in tensors_of(tmp_path / "q") if "scale" in name]
+    assert {name.split(".")[2] for name in scales} == {"0"}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_families_with_other_matrices_are_refused(tmp_path, name):
+    write_run(name, tmp_path)
+    with pytest.raises(ValueError, match=REFUSED[name]):
+        convert.export_model(
+            tmp_path / "run", tmp_path / "q", family=MODELS[name][0], quantize=Quantize.int8
+        )
+    assert not (tmp_path / "q").exists()
+
+
+def test_models_whose_sizes_blocks_do_not_divide_are_refused(tmp_path):
+    write_run("llama", tmp_path, {"hidden_size": 40, "attention.head_dim": 10, "mlp.ffn_size": 24})
+    with pytest.raises(ValueError, match="multiples of 32"):
+        convert.export_model(tmp_path / "run", tmp_path / "q", quantize=Quantize.mxfp4)
+
+
+def test_notes_say_what_a_served_model_does_otherwise_than_in_training():
+    recipe = QuantizationRecipe
+    assert "--quantize=int8" in notes_of(recipe.qat_int8, Quantize.none)[0]
+    assert "--quantize=mxfp4" in notes_of(recipe.qat_mxfp4, Quantize.int8)[0]
+    assert "4 bits" in notes_of(recipe.qat_nvfp4, Quantize.nvfp4)[0]
+    assert not notes_of(recipe.qat_int8, Quantize.int8) and not notes_of(recipe.none, Quantize.none)
+
+
+@pytest.mark.parametrize("to", ["maxmeg", "peft"])
+def test_only_folders_of_hugging_face_are_quantized(to):
+    with pytest.raises(ValueError, match="--quantize is for --to=huggingface"):
+        main(Convert("runs/x", "out", To(to), quantize=Quantize.int8))
