@@ -47,8 +47,10 @@ def load_config(value: str) -> Config:
     try:
         return _run_file(_BUILT_IN / f"{_OF_ARCHITECTURES}.py", name)
     except ValueError as error:
-        others = f"{error}; other names for --config are {', '.join(built_in())}"
-        raise ValueError(others) from error
+        near = difflib.get_close_matches(name, built_in(), 1)
+        hint = f"did you mean --config={near[0]}? As an architecture: " if near else ""
+        others = f"other names for --config are {', '.join(built_in())}"
+        raise ValueError(f"{hint}{error}; {others}") from error
 
 
 def built_in() -> list[str]:

@@ -45,6 +45,11 @@ def in_rows(x: jax.Array, dim: int) -> jax.Array:
     return x.reshape(-1, *x.shape[-2:])
 
 
+def power_of_two(biased: jax.Array) -> jax.Array:
+    """The float32 numbers with these biased exponents, integers."""
+    return lax.bitcast_convert_type(biased.astype(jnp.int32) << MANTISSA_BITS, jnp.float32)
+
+
 @functools.partial(jax.jit, static_argnames=("dims", "dtype"))  # calls of a shape share a kernel
 def multiply(
     a: tuple[jax.Array, jax.Array],
@@ -58,7 +63,6 @@ def multiply(
     codes, exponents = zip(a, b, strict=True)
     operands = [in_rows(array, dim) for array, dim in zip(codes, dims, strict=True)]
     for array, dim in zip(exponents, dims, strict=True):
-        bits = in_rows(array, dim).astype(jnp.int32) << MANTISSA_BITS
-        operands.append(lax.bitcast_convert_type(bits, jnp.float32))
+        operands.append(power_of_two(in_rows(array, dim)))
     product = kernel_module("fp8_blockwise").block_matmul(*operands, out_dtype=dtype)
     return product.reshape(*codes[0].shape[:-2], *product.shape[1:])

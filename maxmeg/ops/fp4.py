@@ -25,6 +25,7 @@ from jax import lax
 from jaxtyping import Array, Float, UInt8, UInt32
 
 from maxmeg.ops.backend import BLACKWELL, Device, target_device
+from maxmeg.ops.block_matmul import power_of_two
 from maxmeg.ops.quantized import (
     E4M3,
     FP4,
@@ -38,7 +39,6 @@ from maxmeg.ops.quantized import (
     filled,
     in_blocks,
     multiply_blocks,
-    power_of_two,
     quantize_blocks,
     scale_of,
     trailing,

@@ -32,8 +32,8 @@ from jaxtyping import Array, Bool, Float, Int32, UInt8, UInt32
 
 from maxmeg.ops import block_matmul
 from maxmeg.ops.backend import Device, target_device
+from maxmeg.ops.block_matmul import MANTISSA_BITS, power_of_two
 
-MANTISSA_BITS = 23  # of float32
 ADA = 8, 9  # compute capability of the first GPUs with 8-bit floats
 MX_BLOCK, BLOCK = 32, 128  # of mxfp8 and blockwise scaling
 E4M3, E5M2, FP4 = "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"
@@ -190,11 +190,6 @@ def scale_of(largest: Float[Array, "*N"], dtype: str) -> Float[Array, "*N"]:
     bits = lax.bitcast_convert_type(ratio, jnp.int32)
     exponent = (bits + (1 << MANTISSA_BITS) - 1) >> MANTISSA_BITS  # rounded up
     return power_of_two(jnp.clip(exponent, *EXPONENTS))
-
-
-def power_of_two(biased: jax.Array) -> jax.Array:
-    """The float32 numbers with these biased exponents, integers."""
-    return lax.bitcast_convert_type(biased.astype(jnp.int32) << MANTISSA_BITS, jnp.float32)
 
 
 def biased_exponents(scale: Float[Array, "*N"]) -> Int32[Array, "*N"]:
