@@ -39,8 +39,11 @@ def main(*arguments: typing.Any) -> None:
     inward = options.to is To.maxmeg
     if options.average and options.to is not To.huggingface:
         raise ValueError(f"--average is for --to=huggingface, not --to={options.to.name}")
-    if options.quantize is not Quantize.none and options.to is not To.huggingface:
-        raise ValueError(f"--quantize is for --to=huggingface, not --to={options.to.name}")
+    if options.quantize is not Quantize.none:
+        if options.to is not To.huggingface:
+            raise ValueError(f"--quantize is for --to=huggingface, not --to={options.to.name}")
+        if options.list:
+            raise ValueError("--list shows the tensors before they are quantized: omit --quantize")
     from_megatron = inward and megatron.is_checkpoint(options.input)
     if (config and not from_megatron) or (options.list and from_megatron):
         raise ValueError(f"{options.input}: --config is for Megatron's, --list for all others")
@@ -77,9 +80,15 @@ def main(*arguments: typing.Any) -> None:
 
 
 def to_huggingface(options: Options, step: int | None) -> convert.Report:
-    limit, how = int(options.shard_gb * 1e9), (options.average, options.quantize)
     return convert.export_model(
-        options.input, options.output, options.dtype, limit, step, options.family, *how
+        options.input,
+        options.output,
+        options.dtype,
+        int(options.shard_gb * 1e9),
+        step,
+        options.family,
+        options.average,
+        options.quantize,
     )
 
 

@@ -48,7 +48,7 @@ def load_config(value: str) -> Config:
         return _run_file(_BUILT_IN / f"{_OF_ARCHITECTURES}.py", name)
     except ValueError as error:
         near = difflib.get_close_matches(name, built_in(), 1)
-        hint = f"did you mean --config={near[0]}? As an architecture: " if near else ""
+        hint = f"no configuration is named {name!r}: did you mean {near[0]}? And " if near else ""
         others = f"other names for --config are {', '.join(built_in())}"
         raise ValueError(f"{hint}{error}; {others}") from error
 

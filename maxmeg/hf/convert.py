@@ -221,17 +221,17 @@ def export_model(
     check_empty(target)
     trained = TrainedModel(run, step, average)
     folder = carried_folder(run, trained.config)
-    limits = dtype, max_shard_bytes, quantize
+    form = dtype, max_shard_bytes, quantize
     encoders = encoders_of(trained)
     if not encoders:
-        return _write_folder(trained, folder, target, limits, family)
+        return _write_folder(trained, folder, target, form, family)
     if family:
         raise ValueError(f"--family={family}: cannot be chosen for a biencoder: leave it out")
     if quantize is not Quantize.none:
         raise ValueError(f"--quantize={quantize.name} is not for biencoders: leave it out")
     reports = []
     for name, encoder in encoders.items():
-        reports.append(_write_folder(encoder, folder, target / name, limits, encoder.family))
+        reports.append(_write_folder(encoder, folder, target / name, form, encoder.family))
         encoder.write_modules(target / name)
     tensors, parameters = (
         sum(getattr(report, name) for report in reports)
@@ -251,12 +251,12 @@ def _write_folder(
     trained: TrainedModel | SentenceEncoder,
     folder: Path,
     target: Path,
-    limits: tuple[DType, int, Quantize],
+    form: tuple[DType, int, Quantize],
     family: str,
 ) -> Report:
-    """Write a model, and copy the small files in `folder`. limits: dtype of the tensors, the
-    largest size of a shard in bytes, and the format of quantized ones."""
-    config, model, (dtype, max_shard_bytes, how) = trained.config, trained.model, limits
+    """Write a model, and copy the small files in `folder`. form: dtype of the tensors, largest
+    size of a shard in bytes, and format of the layers' matrices."""
+    config, model, (dtype, max_shard_bytes, how) = trained.config, trained.model, form
     carried = carried_config(folder)
     family = choose_family(model, carried, family)
     model = families.with_writable_mtp(model, family)

@@ -1,9 +1,9 @@
-"""Exports with quantized weights, in the format of compressed-tensors, which vLLM and transformers
+"""Exports with quantized weights in the format of compressed-tensors, which vLLM and transformers
 read (github.com/vllm-project/compressed-tensors).
 
-The matrices of the layers are quantized as train.quantization's qat_... recipes do it, so that a
-server multiplies the weights that a quantization-aware run was trained with. Norms, biases,
-routers, embeddings, the output projection and layers in 16 bits (model.last_layers_bf16) stay.
+The matrices of the layers are rounded exactly as by the qat_... recipes of train.quantization, so
+that a server multiplies the same weights as quantization-aware training. Norms, biases, routers,
+embeddings, the output projection and layers in 16 bits (model.last_layers_bf16) are not rounded.
 """
 
 import dataclasses
@@ -54,11 +54,12 @@ def nvfp4(w_OI: Float[Array, "O I"], largest: jax.Array) -> Arrays:
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """How weights are stored.
+    """A format of compressed-tensors, and its name there.
 
-    recipe: whose weights are the same. quantize(w_OI, largest): {name in the module: array},
-    largest: the largest magnitude in the model. weights, inputs: what compressed-tensors calls
-    QuantizationArgs; no inputs: a server does not round them.
+    recipe: that of train.quantization which rounds weights in the same way. quantize: takes a
+    matrix and the largest magnitude in the model, returns the arrays of a module by their names.
+    weights, inputs: how they are rounded, as compressed-tensors' QuantizationArgs; inputs=None: the
+    server does not round inputs.
     """
 
     name: str
@@ -137,7 +138,7 @@ class QuantizedWeights:
         others = [b.theirs for b in bindings if len(b.shape) == 2 and b.theirs not in self._modules]
         others = [name.removesuffix(WEIGHT) for name in others if name.endswith(WEIGHT)]
         self._ignored = [*others, *(["lm_head"] if "lm_head" not in others else [])]
-        # One for all matrices: vLLM joins some, and has one global scale for the whole.
+        # One for all matrices: vLLM joins some of them, and takes one global scale for the whole.
         self._largest = jnp.zeros(())
         if how is Quantize.nvfp4:
             parts = (read(place) for b in chosen for place in b.ours)
@@ -189,10 +190,10 @@ def notes_of(recipe: QuantizationRecipe, how: Quantize) -> tuple[str, ...]:
     trained_for = [form for form in FORMATS if FORMATS[form].recipe is recipe]
     if trained_for and how not in trained_for:
         option = f"--quantize={trained_for[0].value}"
-        return (f"{recipe.value}: these are not the rounded weights of training: add {option}",)
+        return (f"{recipe.value}: {option} exports the weights as training rounded them",)
     if how is Quantize.nvfp4:
         return (
-            "servers read inputs in 16 bits; to round them to 4 bits, as qat_nvfp4 does, measure "
-            "their scales with the server's tool",
+            "the server will not round inputs to 4 bits, as qat_nvfp4 does in training: for that, "
+            "export without --quantize and calibrate with the server's tool",
         )
     return ()

@@ -260,7 +260,7 @@ def test_mistakes_in_the_config_file(config_file, tmp_path):
         "elsewhere/gpt.py": "no config file elsewhere/gpt.py .*did you mean gpt[?]",
         "runs/none": "no built-in configuration, architecture, run folder, .yaml or .py file",
         "llama3-8b:x": "no built-in configuration",
-        "gtp": r"did you mean --config=gpt\?.*no architecture is named .gtp.*for --config are bert",
+        "gtp": r"did you mean gpt\? And no architecture is named .gtp.*for --config are bert",
         "gpt:llama4-8b": "did you mean llama3-8b",
     }
     sources = {

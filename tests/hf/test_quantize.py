@@ -1,5 +1,5 @@
-"""Quantized exports: matrices are those that quantization-aware training multiplies, and all other
-tensors are as in a plain export."""
+"""Quantized exports have the matrices that quantization-aware training multiplies. All their other
+tensors equal those of an export that is not quantized."""
 
 import functools
 import itertools
@@ -138,15 +138,16 @@ def test_models_whose_sizes_blocks_do_not_divide_are_refused(tmp_path):
         convert.export_model(tmp_path / "run", tmp_path / "q", quantize=Quantize.mxfp4)
 
 
-def test_notes_say_what_a_served_model_does_otherwise_than_in_training():
+def test_notes_say_how_serving_differs_from_training():
     recipe = QuantizationRecipe
     assert "--quantize=int8" in notes_of(recipe.qat_int8, Quantize.none)[0]
     assert "--quantize=mxfp4" in notes_of(recipe.qat_mxfp4, Quantize.int8)[0]
-    assert "4 bits" in notes_of(recipe.qat_nvfp4, Quantize.nvfp4)[0]
+    assert "calibrate" in notes_of(recipe.qat_nvfp4, Quantize.nvfp4)[0]
     assert not notes_of(recipe.qat_int8, Quantize.int8) and not notes_of(recipe.none, Quantize.none)
 
 
-@pytest.mark.parametrize("to", ["maxmeg", "peft"])
+@pytest.mark.parametrize("to", To)
 def test_only_folders_of_hugging_face_are_quantized(to):
-    with pytest.raises(ValueError, match="--quantize is for --to=huggingface"):
-        main(Convert("runs/x", "out", To(to), quantize=Quantize.int8))
+    message = "omit --quantize" if to is To.huggingface else "--quantize is for --to=huggingface"
+    with pytest.raises(ValueError, match=message):
+        main(Convert("runs/x", "out", to, list=True, quantize=Quantize.int8))

@@ -9,6 +9,7 @@ import pytest
 import maxmeg
 from maxmeg.config.head import Biencoder, two_encoders
 from maxmeg.config.model import DType, NormPlace
+from maxmeg.config.options import Quantize
 from maxmeg.config.schema import Config
 from maxmeg.config.setting import with_fields
 from maxmeg.hf import convert
@@ -32,6 +33,9 @@ def test_each_encoder_has_its_own_weights(tmp_path):
     weights = jax.jit(lambda key: LM(key, model))(jax.random.key(0))
     maxmeg.LanguageModel(weights, config).save(tmp_path / "run")
     convert.export_model(tmp_path / "run", tmp_path / "hf", DType.float32)
+    for refused in ({"family": "BertModel"}, {"quantize": Quantize.int8}):
+        with pytest.raises(ValueError, match="biencoder"):
+            convert.export_model(tmp_path / "run", tmp_path / "other", **refused)
     arrays, checked = to_arrays(weights), 0
     listed = convert.exported(tmp_path / "run")
     for name, binding in listed:

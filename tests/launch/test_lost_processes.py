@@ -162,7 +162,7 @@ def hosts():
         try:
             hosts.create()
         except OSError as error:
-            pytest.skip(f"network namespaces are not permitted here: {error}")
+            pytest.skip(f"needs network namespaces: run as root, outside of containers: {error}")
         yield hosts
     finally:
         hosts.close()

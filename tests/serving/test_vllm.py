@@ -66,8 +66,12 @@ def enlivened(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def with_outliers(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Matrices with one large number in a row, whose neighbour is 0, so that the other int8 codes
-    are below 64: on CPUs without VNNI, oneDNN adds two products in 16 bits, which saturate."""
+    """Change the layers' matrices so that vLLM's 8-bit products are exact on every CPU.
+
+    On CPUs without VNNI oneDNN adds pairs of products in 16 bits, and cuts large sums off. Here
+    each row gets one large number beside a 0. All other int8 codes are then below 64, which is
+    safe.
+    """
     for name, array in tensors.items():
         if array.ndim == 2 and "layers" in name:
             rows = np.arange(len(array))
@@ -167,6 +171,6 @@ def test_losses_of_int8_exports_are_those_of_quantization_aware_training(name, a
         np.array(losses_of(actual["run"], recipe))
         for recipe in (QuantizationRecipe.none, QuantizationRecipe.qat_int8)
     )
-    # The median: a number halfway between two codes may be rounded otherwise after other sums.
+    # The median: a number halfway between two codes may be rounded to the other one in vLLM.
     assert np.median(np.abs(actual["losses"] / rounded - 1)) <= SAME_LOSS
     assert np.median(np.abs(plain / rounded - 1)) >= ROUNDED
