@@ -81,8 +81,8 @@ def engine(
 
 
 def config(name: str, **overrides: typing.Any) -> Config:
-    """Return the settings that --config=NAME of the commands names: "gpt", an architecture
-    ("llama3-8b"), "finetune:FOLDER", a run folder, a YAML or a Python file.
+    """Return the settings that --config=NAME of the commands names: "configs/gpt.py" or another
+    Python file, "gpt", an architecture ("llama3-8b"), "finetune:FOLDER", a run folder, a YAML file.
 
     overrides: values by dotted name, config("gpt", **{"train.num_steps": 10}). ValueError for an
     unknown name or value.

@@ -1,4 +1,4 @@
-"""Train a language model: maxmeg train --config=gpt [--train.num_steps=100 ...]"""
+"""Train a language model: python -m maxmeg.train --config=configs/gpt.py [--SETTING=VALUE ...]"""
 
 if __name__ == "__main__":  # before the imports: a mistake needs no JAX
     from maxmeg.__main__ import run_module

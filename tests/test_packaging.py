@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -16,7 +17,16 @@ from packaging.requirements import Requirement
 import maxmeg
 
 REPOSITORY = Path(__file__).parent.parent
-TRAIN_COMMAND = "pip install -e . && maxmeg train --config=gpt"
+FIRST_COMMAND = "python -m maxmeg.train --config=configs/gpt.py"
+FOLDERS = ("maxmeg", "configs", "kernels", "launch")
+# Packages that the product was asked to use, and the modules that it imports of them.
+ASKED_FOR = {
+    **{name: name for name in ("jax", "flax", "optax", "grain", "numpy", "sentencepiece")},
+    **{"ml-collections": "ml_collections", "orbax-checkpoint": "orbax"},
+    "tensorboardX": "tensorboardX",
+}
+IMPORT = re.compile(r"^ *(?:import (\w+)|from (\w+)[\w.]* import )", re.MULTILINE)
+NOT_YET = {"orbax-checkpoint"}  # checkpoints are Orbax's format, written without it
 HELD = (".py", ".sbatch", ".json", ".html")  # endings of files that a wheel holds
 TEST_COMMAND = "pip install -e '.[test]' && pytest -n 2"
 # Their private or fast-moving interfaces are used: a newer minor version may break a run.
@@ -41,7 +51,7 @@ def test_kernels_are_installed_from_their_own_folder():
 
 def test_a_wheel_holds_every_module(tmp_path: Path):
     """Built from a copy without isolation: it needs no network and leaves nothing behind."""
-    for name in ("maxmeg", "kernels", "launch"):
+    for name in FOLDERS:
         for path in (path for end in HELD for path in (REPOSITORY / name).rglob(f"*{end}")):
             copy = tmp_path / path.relative_to(REPOSITORY)
             copy.parent.mkdir(parents=True, exist_ok=True)
@@ -55,10 +65,25 @@ def test_a_wheel_holds_every_module(tmp_path: Path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     (wheel,) = (tmp_path / "dist").glob("*.whl")
-    held = {name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(HELD)}
-    assert held == {
-        f"maxmeg/{name}" if name.startswith(("kernels/", "launch/")) else name for name in expected
-    }
+    archive = zipfile.ZipFile(wheel)
+    held = {name for name in archive.namelist() if name.endswith(HELD)}
+    assert held == {name if name.startswith("maxmeg/") else f"maxmeg/{name}" for name in expected}
+    archive.extractall(tmp_path / "installed")
+    (tmp_path / "empty").mkdir()
+    for size, steps in (("", 800), (":llama3-8b", 100_000)):
+        words = [sys.executable, *FIRST_COMMAND.split()[1:]]
+        words[-1] += size
+        done = subprocess.run(
+            [*words, "--print_config"],
+            cwd=tmp_path / "empty",
+            env={**os.environ, "PYTHONPATH": str(tmp_path / "installed")},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert yaml.safe_load(done.stdout)["train"]["num_steps"] == steps, done.stderr
+        (line,) = done.stderr.splitlines()
+        assert line.endswith("using the built-in configuration gpt")
 
 
 def test_the_named_extras_exist():
@@ -78,7 +103,25 @@ def test_metadata_changelog_and_citation_have_one_version():
 
 def test_the_readme_holds_the_commands_to_train_and_to_test():
     text = (REPOSITORY / "README.md").read_text()
-    assert TRAIN_COMMAND in text and TEST_COMMAND in text
+    first_block = text.partition("```bash\n")[2].partition("```")[0]
+    assert first_block.startswith(f"pip install -e . && {FIRST_COMMAND}\n")
+    assert TEST_COMMAND in text
+
+
+def test_the_top_level_has_what_was_asked_for():
+    names = {"pyproject.toml", "README.md", *(f"{name}/" for name in (*FOLDERS, "tests"))}
+    there = {path.name + "/" * path.is_dir() for path in REPOSITORY.iterdir()}
+    assert names <= there and (REPOSITORY / "configs" / "gpt.py").is_file()
+
+
+def test_the_packages_that_were_asked_for_are_dependencies_that_the_product_imports():
+    dependencies = {Requirement(text).name for text in PYPROJECT["project"]["dependencies"]}
+    extras = PYPROJECT["project"]["optional-dependencies"]
+    assert any(text.startswith("jax[cuda12]") for text in extras["cuda12"])
+    paths = [path for name in FOLDERS for path in (REPOSITORY / name).rglob("*.py")]
+    imported = {a or b for path in paths for a, b in IMPORT.findall(path.read_text())}
+    lacking = {name for name, module in ASKED_FOR.items() if module not in imported}
+    assert (set(ASKED_FOR) - dependencies, lacking) == (NOT_YET, NOT_YET)
 
 
 def test_the_checks_run_the_readme_command():

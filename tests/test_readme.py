@@ -84,6 +84,16 @@ def test_links_lead_to_files_that_exist():
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+def test_the_run_file_of_docs_is_read(tmp_path):
+    (block,) = re.findall(
+        r"```python\n(.*?)```", (REPOSITORY / "docs/pretraining.md").read_text(), re.S
+    )
+    (tmp_path / "my_run.py").write_text(block)
+    config, _ = parse(["train", f"--config={tmp_path / 'my_run.py'}:qwen3-8b"])
+    assert (config.model.num_layers, config.optim.lr) == (36, 1e-4)
+    assert config.run_dir == "runs/mine-qwen3-8b"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page", ["README.md", "docs/python.md"])
 def test_python_blocks_run(tmp_path, page):

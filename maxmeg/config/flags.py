@@ -98,7 +98,7 @@ def describe(summary: str, options: type | None = None, needs_config: bool = Tru
             default = "required" if is_required else field.default
             lines.append(_described(field.name, default, field))
     if needs_config:
-        lines += ["", f"--config names the run: gpt, {EXAMPLES}"]
+        lines += ["", f"--config names the run: configs/gpt.py (in short gpt), {EXAMPLES}"]
         lines += ["--print_config prints its settings, --print_config=diff those that are changed"]
         lines += ["", "settings (defaults):"]
         for _, group in itertools.groupby(walk(Config()), lambda each: each[0].rpartition(".")[0]):
@@ -140,7 +140,9 @@ def _separate(arguments, options, needs_config):
             converted = target.get(name, ()) + converted
         target[name] = converted
     if needs_config and not config:
-        raise ValueError(f"no --config: name a run, such as --config=gpt; others are {EXAMPLES}")
+        raise ValueError(
+            f"no --config: name a run, such as --config=configs/gpt.py; others are {EXAMPLES}"
+        )
     return config, settings, chosen
 
 

@@ -1,4 +1,4 @@
-"""What --config=VALUE names: a built-in configuration, an architecture, a run folder or a file."""
+"""What --config=VALUE names: a file, a built-in configuration, an architecture or a run folder."""
 
 import difflib
 import importlib.machinery
@@ -8,31 +8,31 @@ import pathlib
 import sys
 import traceback
 
-from maxmeg.config import files
+from maxmeg.config import config_dict, files
 from maxmeg.config.errors import is_for_user
 from maxmeg.config.hints import hub_command
+from maxmeg.config.paths import source_folder
 from maxmeg.config.schema import Config
 
 EXAMPLES = "llama3-8b (`maxmeg models` lists all), run.yaml, RUN_DIR, my_run.py"
-_BUILT_IN = pathlib.Path(__file__).resolve().parents[1] / "configs"
+_FOLDER = pathlib.Path("configs")  # of the built-in configurations, in a clone
 _OF_ARCHITECTURES = "gpt"  # the built-in configuration that takes an architecture's name
 
 
 def load_config(value: str) -> Config:
     """Return the config that a value of --config names.
 
-    gpt, finetune:FOLDER: get_config(ARGUMENT) of a module in maxmeg/configs. llama3-8b: that
-    architecture with the settings of gpt. FILE.py[:ARGUMENT]: its get_config(ARGUMENT). FILE.yaml.
-    RUN_DIR: the config.yaml in it. ValueError if it is none of these, or for a mistake in a file.
+    FILE.py[:ARGUMENT]: what its get_config(ARGUMENT) returns, a Config or a ConfigDict. gpt,
+    finetune:FOLDER: short for configs/gpt.py and configs/finetune.py:FOLDER, in any folder.
+    llama3-8b: short for configs/gpt.py:llama3-8b. FILE.yaml. RUN_DIR: the config.yaml in it.
+    ValueError if it is none of these, or for a mistake in a file.
     """
     name, _, argument = value.partition(":")
     path = pathlib.Path(name)
     if path.suffix == ".py":
-        if not path.is_file():
-            raise ValueError(_missing_file(path))
-        return _run_file(path, argument)
+        return _run_file(_existing(path), argument)
     if name in built_in():
-        return _run_file(_BUILT_IN / f"{name}.py", argument)
+        return _run_file(built_in()[name], argument)
     path = pathlib.Path(value)
     if path.suffix in (".yaml", ".yml"):
         return files.load(path)
@@ -45,7 +45,7 @@ def load_config(value: str) -> Config:
             + hub_command(value)
         )
     try:
-        return _run_file(_BUILT_IN / f"{_OF_ARCHITECTURES}.py", name)
+        return _run_file(built_in()[_OF_ARCHITECTURES], name)
     except ValueError as error:
         near = difflib.get_close_matches(name, built_in(), 1)
         hint = f"no configuration is named {name!r}: did you mean {near[0]}? And " if near else ""
@@ -53,18 +53,27 @@ def load_config(value: str) -> Config:
         raise ValueError(f"{hint}{error}; {others}") from error
 
 
-def built_in() -> list[str]:
-    """Return the names of the built-in configurations."""
-    return sorted(path.stem for path in _BUILT_IN.glob("*.py") if path.stem != "__init__")
+def built_in() -> dict[str, pathlib.Path]:
+    """Return the files of the built-in configurations by name."""
+    folder = source_folder("configs")
+    return {path.stem: path for path in sorted(folder.glob("*.py")) if path.stem != "__init__"}
 
 
-def _missing_file(path):
-    found = [p for folder in {path.parent, pathlib.Path()} for p in folder.glob("*.py")]
-    near = difflib.get_close_matches(path.name, [p.name for p in found], 1)
-    same = [str(p) for p in found if [p.name] == near]
-    same = [path.stem] if path.stem in built_in() else same
+def _existing(path):
+    """Return a config file, or the built-in one if `path` is configs/NAME.py and not there."""
+    if path.is_file():
+        return path
+    others = [p for folder in {path.parent, pathlib.Path()} for p in folder.glob("*.py")]
+    if path.parent == _FOLDER:
+        if path.stem in built_in():
+            words = f"using the built-in configuration {path.stem}"
+            print(f"{path} does not exist in {os.getcwd()}: {words}", file=sys.stderr)
+            return built_in()[path.stem]
+        others += [_FOLDER / f"{name}.py" for name in built_in()]
+    near = difflib.get_close_matches(path.name, [p.name for p in others], 1)
+    same = [path.stem] if path.stem in built_in() else [p for p in others if [p.name] == near]
     hint = f"did you mean {same[0]}?" if same else "check the path"
-    return f"no config file {path} (working folder {os.getcwd()}): {hint}"
+    raise ValueError(f"no config file {path} (working folder {os.getcwd()}): {hint}")
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
@@ -93,13 +102,15 @@ def _run_file(path, argument):
         raise ValueError(_problem(path, error)) from error
     finally:
         sys.path[:] = search_path
-    if not isinstance(config, Config):
-        raise ValueError(
-            f"{path}: get_config() returned {type(config).__name__}: return a "
-            "maxmeg.config.schema.Config"
-        )
     try:
-        return files.from_dict(files.to_dict(config))
+        if isinstance(config, Config):
+            return files.from_dict(files.to_dict(config))
+        if config_dict.is_config_dict(config):
+            return config_dict.to_config(config)
+        raise ValueError(
+            f"get_config() returned {type(config).__name__}: return a maxmeg.config.schema.Config "
+            "or an ml_collections.ConfigDict"
+        )
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 

@@ -1,4 +1,5 @@
-"""Paths in settings: made absolute, and adapted after the run folder was moved."""
+"""Paths in settings: made absolute, and adapted after the run folder was moved; and the folders of
+configurations and launch scripts."""
 
 import copy
 import os
@@ -10,6 +11,13 @@ from maxmeg.config.schema import Config
 
 KINDS_WITHOUT_FILES = ("bytes", "null")  # of tokenizers
 _STEP = re.compile(r"\d+:")  # before an item of data.blend_changes
+_PACKAGE = pathlib.Path(__file__).resolve().parents[1]
+
+
+def source_folder(name: str) -> pathlib.Path:
+    """Return the folder of "configs" or "launch": in a wheel maxmeg/NAME, in a clone NAME."""
+    inside, beside = _PACKAGE / name, _PACKAGE.parent / name
+    return inside if any(inside.glob("*.py")) else beside
 
 
 def split_spec(spec: str) -> tuple[str, str, str]:

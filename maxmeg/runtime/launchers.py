@@ -10,8 +10,7 @@ import pathlib
 from collections.abc import Sequence
 
 from maxmeg.config.hints import nearest_few
-
-_PACKAGE = pathlib.Path(__file__).resolve().parents[1]
+from maxmeg.config.paths import source_folder
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -28,7 +27,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def scripts() -> dict[str, pathlib.Path]:
-    """Return the launch scripts by name: maxmeg/launch in a wheel, launch in a checkout."""
-    folders = (_PACKAGE / "launch", _PACKAGE.parent / "launch")
-    folder = next(folder for folder in folders if (folder / "local.py").is_file())
+    """Return the launch scripts by name."""
+    folder = source_folder("launch")
     return {p.name: p for p in sorted(folder.iterdir()) if p.suffix in (".py", ".sbatch")}

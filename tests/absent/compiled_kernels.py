@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 from maxmeg.kernels.attention import TUNED_SHAPES
-
 from maxmeg.runtime.gpu_environment import absent_environment
 
 REPOSITORY = Path(__file__).parents[2]

@@ -4,8 +4,8 @@ import json
 
 import pytest
 from absent.compiled_kernels import MIB, SHARED_MEMORY, Kernel, kernels_in, output_of
-from maxmeg.kernels.linear_cross_entropy import TUNED_SHAPES
 
+from maxmeg.kernels.linear_cross_entropy import TUNED_SHAPES
 from maxmeg.ops.cross_entropy.mosaic import CHUNK
 from maxmeg.planning.cost.loss import Head, LossBackend
 

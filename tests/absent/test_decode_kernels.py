@@ -2,6 +2,7 @@
 
 import pytest
 from absent.compiled_kernels import MIB, SHARED_MEMORY, Kernel, compiled_shapes
+
 from maxmeg.kernels import decode_attention
 from maxmeg.kernels.decode_attention import TUNED_SHAPES
 

@@ -2,6 +2,7 @@
 
 import pytest
 from absent.compiled_kernels import ATTENTION_SHAPES, MIB, SHARED_MEMORY, Kernel, compiled_shapes
+
 from maxmeg.kernels.attention import TUNED_SHAPES
 
 NAMES = ATTENTION_SHAPES

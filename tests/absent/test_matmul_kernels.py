@@ -2,6 +2,7 @@
 
 import pytest
 from absent.compiled_kernels import MIB, SHARED_MEMORY, Kernel, compiled_shapes
+
 from maxmeg.kernels.grouped_matmul import TUNED_SHAPES
 from maxmeg.kernels.mosaic import CONSUMER_REGISTERS
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from absent.compiled_kernels import ATTENTION_SHAPES
-from maxmeg.kernels.attention import TUNED_SHAPES
 
+from maxmeg.kernels.attention import TUNED_SHAPES
 from maxmeg.runtime.gpu_environment import absent_environment
 
 REPOSITORY = Path(__file__).parents[2]

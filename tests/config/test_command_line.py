@@ -19,7 +19,7 @@ MISTAKES = [
     ("trian", "unknown command 'trian': did you mean train?"),
     ("frobnicate", "unknown command 'frobnicate': the commands are train, evaluate"),
     ("--config=gpt", "no command before --config=gpt: write maxmeg COMMAND --config=gpt"),
-    ("train", "no --config: name a run, such as --config=gpt; others are llama3-8b"),
+    ("train", "no --config: name a run, such as --config=configs/gpt.py; others are"),
     ("train gpt", "unexpected argument 'gpt': did you mean --config=gpt?"),
     ("train --Config=gpt", "unknown flag --Config: did you mean --config?"),
     ("train config=gtp", "no architecture is named 'gtp'"),

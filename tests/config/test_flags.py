@@ -18,6 +18,7 @@ from maxmeg.config import docs, files, flags, hints
 from maxmeg.config.commands import COMMANDS
 from maxmeg.config.errors import is_for_user
 from maxmeg.config.model import ModelConfig, Norm
+from maxmeg.config.named import built_in
 from maxmeg.config.options import Chat
 from maxmeg.config.schema import Config, LrDecay
 from maxmeg.config.setting import get, setting, walk, with_fields
@@ -258,6 +259,8 @@ def test_mistakes_in_the_config_file(config_file, tmp_path):
         str(tmp_path / "run.yaml"): "no config file .*run.yaml",
         str(tmp_path): "no config file .*config.yaml",
         "elsewhere/gpt.py": "no config file elsewhere/gpt.py .*did you mean gpt[?]",
+        "configs/gtp.py": "no config file configs/gtp.py .*did you mean configs/gpt.py[?]",
+        "configs/gpt.py:llama4-8b": "did you mean llama3-8b",
         "runs/none": "no built-in configuration, architecture, run folder, .yaml or .py file",
         "llama3-8b:x": "no built-in configuration",
         "gtp": r"did you mean gpt\? And no architecture is named .gtp.*for --config are bert",
@@ -266,7 +269,10 @@ def test_mistakes_in_the_config_file(config_file, tmp_path):
     sources = {
         "syntax.py": ("def get_config(:\n", "syntax.py:1: SyntaxError: invalid syntax"),
         "none.py": ("x = 1\n", "none.py defines no get_config"),
-        "other.py": ("def get_config():\n    return 3\n", "returned int: return a maxmeg"),
+        "other.py": (
+            "def get_config():\n    return 3\n",
+            "other.py: .* returned int: return a maxm",
+        ),
         "name.py": ("\nlearning_rate\n", "name.py:2: NameError: name 'learning_rate' is not"),
         "open.py": ("open('/none')\n", "No such file or directory: '/none'"),
     }
@@ -304,6 +310,30 @@ def test_what_config_names(config_file, tmp_path, monkeypatch):
     assert str(tmp_path) not in sys.path and not (tmp_path / "__pycache__" / "mine.pyc").exists()
     (tmp_path / "run.py").write_text("from maxmeg.config.schema import Config as get_config\n")
     assert load("run.py") == Config()
+
+
+def test_the_path_of_a_built_in_configuration(tmp_path, monkeypatch, capsys):
+    """In a clone it is the file; elsewhere, unless the folder has such a file, the built-in one."""
+
+    def load(value, *flags_after):
+        config = flags.parse(["prog", f"--config={value}", *flags_after])[0]
+        return config, capsys.readouterr().err
+
+    overrides = ("--config.train.num_steps=3", "--optim.lr=0.1", "seed=7")
+    changed = {"train.num_steps": 3, "optim.lr": 0.1, "seed": 7}
+    monkeypatch.chdir(ROOT)
+    in_clone = load("configs/gpt.py", *overrides)
+    assert in_clone == (with_fields(load("gpt")[0], changed), "")
+    monkeypatch.chdir(tmp_path)
+    config, said = load("./configs/gpt.py", *overrides)
+    words = "does not exist in {}: using the built-in configuration gpt\n"
+    assert (config, said) == (in_clone[0], "configs/gpt.py " + words.format(tmp_path))
+    assert load("configs/gpt.py:llama3-8b")[0] == load("llama3-8b")[0]
+    paths = [path for path in (ROOT / "configs").glob("*.py") if path.stem != "__init__"]
+    assert sorted(built_in()) == sorted(path.stem for path in paths) and len(paths) == 8
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "gpt.py").write_text(CONFIG_FILE)
+    assert load("configs/gpt.py") == (Config(), "") and load("gpt")[0] != Config()
 
 
 def fail_for_user(config):

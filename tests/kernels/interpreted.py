@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call, params
+
 from maxmeg.kernels import matmul, mosaic
 from maxmeg.kernels.mosaic import plgpu
 

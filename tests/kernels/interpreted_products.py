@@ -18,6 +18,7 @@ from jax import core, lax
 from jax._src.pallas.mosaic.interpret import thread_map
 from jax._src.pallas.mosaic.interpret.race_detection_state import RaceDetectionState
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
+
 from maxmeg.kernels import mosaic
 from maxmeg.kernels.mosaic import pl, plgpu
 

@@ -10,10 +10,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from interpreted_products import interpret, replace_products
-from maxmeg.kernels import chunk_scan as kernel
-from maxmeg.kernels import chunk_scan_backward as backward_kernel
-from maxmeg.kernels import delta_scan, delta_scan_backward
-from maxmeg.kernels.mosaic import plgpu
 from ops.chunk_scan_cases import TOLERANCE, Case, arrays_of, error, expected, run
 
 import maxmeg.ops.backend as choice
@@ -26,6 +22,10 @@ from maxmeg.config.recurrent import (
     MambaConfig,
     ScanBackend,
 )
+from maxmeg.kernels import chunk_scan as kernel
+from maxmeg.kernels import chunk_scan_backward as backward_kernel
+from maxmeg.kernels import delta_scan, delta_scan_backward
+from maxmeg.kernels.mosaic import plgpu
 from maxmeg.ops import chunk_scan as module
 from maxmeg.ops.backend import Device
 from maxmeg.ops.chunk_scan import ScanSpec, chunk_scan

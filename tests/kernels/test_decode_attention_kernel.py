@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from jax import lax
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call, params
+from ops.decode_attention_cases import CASES, TOLERANCE, arrays_of, errors, expected, run, sees
+
+import maxmeg.ops.backend as choice
 from maxmeg.kernels import decode_attention as kernel
 from maxmeg.kernels import mosaic
 from maxmeg.kernels.decode_attention import DECODE_TILES, TUNED_SHAPES, Pages
 from maxmeg.kernels.intervals import FlashSpec
-from ops.decode_attention_cases import CASES, TOLERANCE, arrays_of, errors, expected, run, sees
-
-import maxmeg.ops.backend as choice
 from maxmeg.ops.backend import Device
 
 pytestmark = pytest.mark.slow

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from maxmeg.kernels import attention
 from maxmeg.kernels.attention_backward import (
     BACKWARD_TILES,
@@ -32,7 +33,6 @@ from maxmeg.kernels.intervals import (
     visible_intervals,
 )
 from maxmeg.kernels.mosaic import LOG2E
-
 from maxmeg.parallel.sequence import chunk_places
 
 pytestmark = pytest.mark.slow

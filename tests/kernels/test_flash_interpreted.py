@@ -10,12 +10,12 @@ import dataclasses
 
 import pytest
 from interpreted_products import interpret, replace_products
-from maxmeg.kernels import attention_backward as backward
-from maxmeg.kernels import attention_forward as forward
-from maxmeg.kernels.mosaic import plgpu
 from ops.attention_cases import FULL, TOLERANCE, Case, arrays_of, error, expected, run
 
 import maxmeg.ops.backend as choice
+from maxmeg.kernels import attention_backward as backward
+from maxmeg.kernels import attention_forward as forward
+from maxmeg.kernels.mosaic import plgpu
 from maxmeg.ops.attention.spec import ScoreSpec
 from maxmeg.ops.backend import Device
 

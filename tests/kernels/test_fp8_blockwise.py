@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from interpreted import read_the_next_tiles
 from interpreted_products import interpret, longer_results, replace_products
+
 from maxmeg.kernels import fp8_blockwise as kernel
 from maxmeg.kernels import grouped_matmul, matmul, mosaic
 from maxmeg.kernels.fp8_blockwise import BLOCK, block_matmul
-
 from maxmeg.ops.experts import grouped_matmul_xla
 from maxmeg.ops.experts.aligned_groups import aligned_sizes
 from maxmeg.ops.quantized import dequantize_blocks

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from interpreted import COMPLETE, WRITES_PAST_THE_END, interpret
-from maxmeg.kernels import grouped_matmul as kernel
-from maxmeg.kernels.grouped_matmul import TUNED_SHAPES, operands_refuse, part_sizes, row_tiles
-from maxmeg.kernels.matmul import ATOM_ROWS
 from ops.grouped_matmul_cases import CASES, NAMES, arrays_of, error, run
 from ops.grouped_matmul_cases import expected as plain
 from ops.grouped_matmul_cases import rounded as quantized
 
 import maxmeg.ops.backend as choice
+from maxmeg.kernels import grouped_matmul as kernel
+from maxmeg.kernels.grouped_matmul import TUNED_SHAPES, operands_refuse, part_sizes, row_tiles
+from maxmeg.kernels.matmul import ATOM_ROWS
 from maxmeg.ops.backend import Device
 from maxmeg.ops.experts import grouped_matmul
 

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from interpreted import COMPLETE, WRITES_PAST_THE_END, interpret
-from maxmeg.kernels import linear_cross_entropy as kernel
-from maxmeg.kernels import matmul
-from maxmeg.kernels.linear_cross_entropy import Logits, split_count
-from maxmeg.kernels.matmul import Tiling
 from ops.cross_entropy_cases import TOLERANCE, Case, arrays_of, error, expected, run
 
 import maxmeg.ops.backend as choice
 import maxmeg.ops.cross_entropy.mosaic as mosaic
+from maxmeg.kernels import linear_cross_entropy as kernel
+from maxmeg.kernels import matmul
+from maxmeg.kernels.linear_cross_entropy import Logits, split_count
+from maxmeg.kernels.matmul import Tiling
 from maxmeg.ops.backend import Device
 
 pytestmark = pytest.mark.slow

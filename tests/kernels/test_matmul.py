@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from interpreted import WRITES_PAST_THE_END, interpret, read_the_next_tiles
+
 from maxmeg.kernels import matmul as kernel
 from maxmeg.kernels.matmul import Tiling, item_count, tile_place
 

@@ -13,10 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from maxmeg.kernels import attention_triton as kernels
-from maxmeg.kernels.attention import TUNED_SHAPES
-from maxmeg.kernels.attention_triton import Tile, Tiles
-from maxmeg.kernels.intervals import FlashSpec
 from ops.attention_cases import (
     CASES,
     NAMES,
@@ -30,6 +26,10 @@ from ops.attention_cases import (
 )
 
 import maxmeg.ops.attention.call as op
+from maxmeg.kernels import attention_triton as kernels
+from maxmeg.kernels.attention import TUNED_SHAPES
+from maxmeg.kernels.attention_triton import Tile, Tiles
+from maxmeg.kernels.intervals import FlashSpec
 from maxmeg.ops.attention import triton as attention_triton
 from maxmeg.ops.attention.spec import AttentionDropout, Operands, ScoreSpec
 from maxmeg.ops.backend import Device

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import CASES, TOLERANCE, arrays_of, error, expected, run
-from maxmeg.kernels.intervals import FlashSpec, visible_intervals
 from tables import thinned
 
 import maxmeg.ops.attention.call as module
 from maxmeg.config.recompute import POLICIES
+from maxmeg.kernels.intervals import FlashSpec, visible_intervals
 from maxmeg.ops import backend
 from maxmeg.ops.attention import mosaic as attention_mosaic
 from maxmeg.ops.attention.flash import flash

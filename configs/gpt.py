@@ -1,9 +1,9 @@
-"""GPT on text: maxmeg train --config=gpt
+"""GPT on text: python -m maxmeg.train --config=configs/gpt.py (in short: maxmeg train --config=gpt)
 
 Alone: a small byte-level model of Python's own standard library; about 2 minutes on two CPU
 cores, losses of validation and test about 1.7 nats per byte.
-With the name of an architecture (`maxmeg models` lists them), --config=gpt:qwen3-8b or
---config=qwen3-8b: that architecture from scratch with usual settings, for GPUs; give it
+With the name of an architecture (`maxmeg models` lists them), --config=configs/gpt.py:qwen3-8b, in
+short qwen3-8b: that architecture from scratch with usual settings, for GPUs; give it
 --data.paths=PREFIX.
 """
 

@@ -1,1 +1,0 @@
-"""Built-in configurations: --config=NAME[:ARGUMENT] calls get_config() of a module here."""
