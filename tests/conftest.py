@@ -22,8 +22,10 @@ XLA_FLAGS = {
     "--xla_cpu_collective_timeout_seconds": "300",
     # As multihost.initialize sets it for runs on virtual devices.
     "--xla_cpu_enable_concurrency_optimized_scheduler": "false",
-    # Without FMA programs round alike on all processors: which products are fused depends on them.
+    # Programs round alike on all processors without FMA, as it depends on the processor which sums
+    # and products are fused, and without YNNPACK, which chooses its kernels by the processor.
     "--xla_cpu_max_isa": "AVX",
+    "--xla_cpu_experimental_ynn_fusion_type": "",
     # Workers of pytest use the cores already: parts of a program would only cost more.
     "--xla_cpu_parallel_codegen_split_count": "1",
 }

@@ -39,10 +39,12 @@ def load_config(value: str) -> Config:
     if path.is_dir():
         return files.load(path / files.CONFIG_FILE)
     if argument or path.exists() or len(path.parts) != 1:
+        file = pathlib.Path(f"{name}.py")
+        known = file.is_file() or (file.parent == _FOLDER and file.stem in built_in())
+        hint = f"did you mean --config={file}?" if known else f"name one such as {EXAMPLES}"
         raise ValueError(
             f"--config={value} is no built-in configuration, architecture, run folder, .yaml or "
-            f".py file (working folder {os.getcwd()}): name one such as {EXAMPLES}"
-            + hub_command(value)
+            f".py file (working folder {os.getcwd()}): {hint}{hub_command(value)}"
         )
     try:
         return _run_file(built_in()[_OF_ARCHITECTURES], name)

@@ -260,6 +260,7 @@ def test_mistakes_in_the_config_file(config_file, tmp_path):
         str(tmp_path): "no config file .*config.yaml",
         "elsewhere/gpt.py": "no config file elsewhere/gpt.py .*did you mean gpt[?]",
         "configs/gtp.py": "no config file configs/gtp.py .*did you mean configs/gpt.py[?]",
+        "configs/gpt": "no built-in .* or .py file .*did you mean --config=configs/gpt.py[?]",
         "configs/gpt.py:llama4-8b": "did you mean llama3-8b",
         "runs/none": "no built-in configuration, architecture, run folder, .yaml or .py file",
         "llama3-8b:x": "no built-in configuration",
