@@ -174,16 +174,21 @@ def named_gradients(gradients) -> dict[str, np.ndarray]:
     return {jax.tree_util.keystr(path): np.asarray(array) for path, array in arrays}
 
 
-def assert_equal_but_rounding(found: tuple, wanted: tuple, tolerance: float, floor: float) -> None:
+def assert_equal_but_rounding(
+    found: tuple, wanted: tuple, tolerance: float, floor: float, flipped: float = 0.0
+) -> None:
     """(losses, gradients) by name of two layouts. tolerance: of a loss, and of an array's largest
-    number; floor: of gradients that are zero in exact arithmetic."""
+    number; floor: of gradients that are zero in exact arithmetic. flipped: relative distance in the
+    L2 norm that passes as well, of products of codes: a sum on the border between two codes rounds
+    to either of them, which changes a few numbers by much more than the tolerance."""
     for name, value in wanted[0].items():
         assert float(found[0][name]) == pytest.approx(float(value), rel=tolerance), name
     assert found[1].keys() == wanted[1].keys()
     for name, array in wanted[1].items():
         part = found[1][name][: len(array)]  # the padding of the vocabulary depends on tensor
-        off = np.abs(part - array[: len(part)]).max()
-        assert off <= tolerance * np.abs(array).max() + floor, name
+        off = part - array[: len(part)]
+        is_close = np.abs(off).max() <= tolerance * np.abs(array).max() + floor
+        assert is_close or np.linalg.norm(off) <= flipped * np.linalg.norm(array), name
 
 
 def model_gradients(

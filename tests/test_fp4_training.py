@@ -24,6 +24,9 @@ from maxmeg.step import make_gradients
 from maxmeg.train import main
 
 TOLERANCE, FLOOR = 1e-5, 1e-7  # relative, float32: the order of sums differs
+# Relative, in the L2 norm: of single codes that round the other way. Quantization itself gives 0.1 to
+# 0.3, in int8 6.6e-3 and more, and other scales or blocks would give as much.
+SINGLE_CODES = 5e-3
 QUANTIZED, ALIGNED = 5e-3, 0.9  # of the loss and gradients of a model with random weights
 SPREAD = 1.25  # distance of two meshes' gradients, in distances of two keys on one device
 # Of experts' gradients: each mesh puts other tokens into the blocks that the transform mixes.
@@ -75,7 +78,7 @@ def test_every_mesh_gives_the_same_if_gradients_are_rounded_to_nearest(name, mod
             (loss, {n: a for n, a in arrays.items() if (".experts." in n) == of_experts})
             for loss, arrays in results
         )
-        assert_equal_but_rounding(*sides, tolerance, FLOOR)
+        assert_equal_but_rounding(*sides, tolerance, FLOOR, SINGLE_CODES)
 
 
 @pytest.mark.usefixtures("to_nearest")

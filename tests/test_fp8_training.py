@@ -34,6 +34,9 @@ TENSORWISE, MXFP8, BLOCKWISE = map(
 DISPATCHED = QuantizationConfig(QuantizationRecipe.mxfp8, dispatch=True)
 TOLERANCE, FLOOR = 1e-5, 1e-7  # relative, float32: the order of sums differs
 FLIPPED = 2e-2  # where that makes single numbers round to the next code, the other way
+# Relative, in the L2 norm: single codes that round the other way give 4.5e-4, and quantization itself
+# 3.6e-3 to 0.1, which other scales or blocks would give too.
+SINGLE_CODES = 2e-3
 QUANTIZED = 2e-3  # of the loss of a model with random weights
 MODELS = {
     "dense": {"attention.num_kv_heads": 4, "mlp.bias": True, "dropout_hidden": 0.1},
@@ -102,7 +105,7 @@ def test_every_mesh_gives_the_same(fp8: QuantizationConfig, model, parallel, mic
     found, wanted = gradients(model, fp8, micro, **parallel), alone(model, fp8.recipe)
     # Scans amplify rounding; in the other case numbers of queries' and keys' gradients flip.
     flips = model == "hybrid" or (fp8.dispatch and "tensor" in parallel)
-    assert_equal_but_rounding(found, wanted, FLIPPED if flips else TOLERANCE, FLOOR)
+    assert_equal_but_rounding(found, wanted, FLIPPED if flips else TOLERANCE, FLOOR, SINGLE_CODES)
     assert found[0]["loss"] == pytest.approx(wanted[0]["loss"], rel=TOLERANCE)
 
 

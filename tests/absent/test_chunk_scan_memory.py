@@ -51,7 +51,9 @@ def test_temporaries_are_small(name, direction, temporaries):
 
 # MiB of a layer's scan, forward and backward. Backward has two bfloat16 states a chunk and head,
 # which lie in the memory of results (y and the gradients of v) as far as these have room for them;
-# the delta rule has corrected values and their gradients, in the size of values, beside them.
+# the delta rule has corrected values and their gradients, in the size of values, beside them. The
+# inverses that backward computes again are those of forward, which XLA keeps instead in some
+# versions: then there is one kernel less, and up to 2 MiB more.
 KERNELS = {
     "nemotron-h-8k-packed": 20.1,
     "wide-states-8k-packed": 133.1,
@@ -59,6 +61,7 @@ KERNELS = {
     "qwen3-next-8k-packed": 260.1,
     "small-states-1k": 129.4,
 }
+KEPT = 2  # MiB
 DELTA = list(KERNELS)[3:]
 COMPILE_KERNELS = """
 from maxmeg.kernels import chunk_scan as kernel, delta_scan
@@ -96,10 +99,12 @@ def compiled(tmp_path_factory) -> dict[str, tuple]:
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels_do_not_spill_and_their_temporaries_are_known(name, compiled):
     temporaries, kernels = compiled[name]
-    assert round(temporaries / MIB, 1) == KERNELS[name]
+    assert -0.1 < temporaries / MIB - KERNELS[name] < 0.1 + KEPT * (name in DELTA)
     names = ["chunk_scan_backward"] * 2 + ["chunk_scan_forward"] * 3
     if name in DELTA:
-        names = ["chunk_scan_backward"] * 4 + ["delta_inverse"] * 2 + ["delta_scan"] * 3
+        inverses = [kernel.name for kernel in kernels].count("delta_inverse")
+        assert inverses in (1, 2)
+        names = ["chunk_scan_backward"] * 4 + ["delta_inverse"] * inverses + ["delta_scan"] * 3
     assert [kernel.name for kernel in kernels] == names
     assert all(kernel.shared <= SHARED_MEMORY for kernel in kernels)
     assert not any(kernel.spilled or kernel.serialised for kernel in kernels)
