@@ -24,8 +24,8 @@ from maxmeg.step import make_gradients
 from maxmeg.train import main
 
 TOLERANCE, FLOOR = 1e-5, 1e-7  # relative, float32: the order of sums differs
-# Relative, in the L2 norm: of single codes that round the other way. Quantization itself gives 0.1 to
-# 0.3, in int8 6.6e-3 and more, and other scales or blocks would give as much.
+# Relative, in the L2 norm, for single codes that round the other way. Quantization itself gives
+# 0.1 to 0.3, in int8 at least 6.6e-3, and so would other scales or blocks.
 SINGLE_CODES = 5e-3
 QUANTIZED, ALIGNED = 5e-3, 0.9  # of the loss and gradients of a model with random weights
 SPREAD = 1.25  # distance of two meshes' gradients, in distances of two keys on one device

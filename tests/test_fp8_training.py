@@ -34,8 +34,8 @@ TENSORWISE, MXFP8, BLOCKWISE = map(
 DISPATCHED = QuantizationConfig(QuantizationRecipe.mxfp8, dispatch=True)
 TOLERANCE, FLOOR = 1e-5, 1e-7  # relative, float32: the order of sums differs
 FLIPPED = 2e-2  # where that makes single numbers round to the next code, the other way
-# Relative, in the L2 norm: single codes that round the other way give 4.5e-4, and quantization itself
-# 3.6e-3 to 0.1, which other scales or blocks would give too.
+# Relative, in the L2 norm: single codes that round the other way give 4.5e-4. Quantization itself
+# gives 3.6e-3 to 0.1, and so would other scales or blocks.
 SINGLE_CODES = 2e-3
 QUANTIZED = 2e-3  # of the loss of a model with random weights
 MODELS = {
