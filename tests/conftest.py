@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import os
 import platform
+import resource
 import sys
 from collections.abc import Iterator
 from importlib import metadata
@@ -14,6 +15,7 @@ from pathlib import Path
 import jaxtyping
 import pytest
 
+pytest_plugins = ["selection"]
 REPOSITORY = Path(__file__).parent.parent
 XLA_FLAGS = {
     "--xla_force_host_platform_device_count": "8",
@@ -22,22 +24,23 @@ XLA_FLAGS = {
     "--xla_cpu_collective_timeout_seconds": "300",
     # As multihost.initialize sets it for runs on virtual devices.
     "--xla_cpu_enable_concurrency_optimized_scheduler": "false",
-    # Programs round alike on all processors without FMA, as it depends on the processor which sums
-    # and products are fused, and without YNNPACK, which chooses its kernels by the processor.
-    "--xla_cpu_max_isa": "AVX",
-    "--xla_cpu_experimental_ynn_fusion_type": "",
     # Workers of pytest use the cores already: parts of a program would only cost more.
     "--xla_cpu_parallel_codegen_split_count": "1",
 }
+if os.environ.get("MAXMEG_TESTS_XLA") != "own":
+    # Programs round alike on all processors without FMA, as it depends on the processor which sums
+    # and products are fused, and without YNNPACK, which chooses its kernels by the processor. Users
+    # run with both: .ci/run also tests with XLA's own choice.
+    XLA_FLAGS["--xla_cpu_max_isa"] = "AVX"
+    XLA_FLAGS["--xla_cpu_experimental_ynn_fusion_type"] = ""
 if not any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)):  # else for GPUs too
     # Programs are compiled in a third of the time; tests run most of them once.
     XLA_FLAGS["--xla_backend_optimization_level"] = "0"
     if metadata.version("jaxlib").startswith("0.10."):  # later ones know it no more
         XLA_FLAGS["--xla_cpu_use_fusion_emitters"] = "false"
-# Of the files in folders, those with minutes of tests.
-LONGEST = ("test_kernels.py", "test_real_slurm.py", "test_real_weights.py", "test_vllm.py")
 DEFAULT = "not slow and not gpu"  # as addopts in pyproject.toml
 CHOSEN = os.environ.get("JAX_PLATFORMS", "")
+MEMORY = 2 * 2**30  # bytes of a process, above which it forgets compiled programs
 TEXT = "The quick brown fox jumps over the lazy dog. It's 1234 o'clock: naïve café, 東京 🎉!\n"
 CHECKED = ["maxmeg.kernels", "maxmeg.layers", "maxmeg.ops"]
 # Without these it cannot even be imported; .ci/run installs `.[oracle]` and runs the folder.
@@ -104,10 +107,8 @@ def choose_device(config: pytest.Config) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     choose_device(config)
-    if hasattr(config.option, "loadscopereorder"):  # with pytest-xdist: in the order given below
-        config.option.loadscopereorder = False
     config.addinivalue_line(
-        "markers", "slow: over about 5 s cold, or a long table; run by `pytest -m slow`, as CI does"
+        "markers", "slow: what a plain run never takes; run by `pytest -m slow`, and by CI in turns"
     )
     config.addinivalue_line(
         "markers", "gpu: for the device that JAX finds, GPU or CPU; run by `pytest -m gpu`"
@@ -118,74 +119,12 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    rows = "I/N: of long tests rows I, I + N, ... of tables over 3 rows, others of every 3rd file"
-    parser.addoption("--rows", help=rows)
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The longest files and whole programs first: the end must not be left to one worker."""
-    if config.option.rows:
-        keep_rows(config, items, *map(int, config.option.rows.split("/")))
-
-    def starts_later(item: pytest.Item) -> tuple[bool, bool]:
-        is_long = item.path.name in LONGEST
-        return not is_long, item.path.parent != Path(__file__).parent
-
-    items.sort(key=starts_later)
-
-
-def keep_rows(config: pytest.Config, items: list[pytest.Item], first: int, each: int) -> None:
-    tables: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("slow") or item.get_closest_marker("gpu"):
-            tables.setdefault(item.nodeid.split("[")[0], []).append(item)
-    files = {path: i for i, path in enumerate(sorted({table[0].path for table in tables.values()}))}
-    left_out = set()
-    for table in tables.values():
-        if len(table) > 3:
-            left_out |= {item for i, item in enumerate(table) if i % each != first}
-        elif (files[table[0].path] - first) % 3:
-            left_out |= set(table)
-    config.hook.pytest_deselected(items=[*left_out])
-    items[:] = [item for item in items if item not in left_out]
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log):
-    """With `-n`, a file stays in one process: its tests share what they compile."""
-    from xdist.scheduler import LoadFileScheduling
-
-    class Scheduling(LoadFileScheduling):
-        def remove_node(self, node) -> str | None:
-            """The test at which a worker crashed, which xdist would run again."""
-            units = [unit for unit in self.assigned_work[node].values() if not all(unit.values())]
-            crashed = next((name for name, done in units[0].items() if not done)) if units else None
-            if crashed:
-                units[0][crashed] = True
-            super().remove_node(node)
-            return crashed
-
-        def _reschedule(self, node) -> None:
-            """A worker starts a test once it knows the next one or the end. One that replaces a
-            crashed worker may get a single test, and xdist lets it wait for ever."""
-            super()._reschedule(node)
-            pending = self._pending_of(self.assigned_work[node])
-            while self.workqueue and pending < 2 and not node.shutting_down:
-                self._assign_work_unit(node)
-                pending = self._pending_of(self.assigned_work[node])
-            for other in self.nodes if not self.workqueue else ():
-                if not other.shutting_down:
-                    other.shutdown()
-
-    return Scheduling(config, log)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def forget_programs() -> Iterator[None]:
-    """What one file compiled is no use to the next, and thousands of programs are gigabytes."""
+    """Thousands of programs are gigabytes; until then, files share single operations."""
     yield
-    if "jax" in sys.modules:
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # bytes, on Linux
+    if "jax" in sys.modules and used > MEMORY:
         sys.modules["jax"].clear_caches()
 
 

@@ -1,6 +1,9 @@
 """Tiny configs and batches that tests of layouts share."""
 
+from collections.abc import Callable
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,6 +15,7 @@ from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.schema import Config, TrainConfig
 from maxmeg.config.setting import with_fields
 from maxmeg.config.validate import axis_sizes, validate
+from maxmeg.models.lm import LM
 from maxmeg.models.registry import use_architecture
 from maxmeg.objectives.objective import Objective
 from maxmeg.optim.build import make_optimizer
@@ -23,10 +27,10 @@ from maxmeg.step import make_gradients
 
 LENGTH, BATCH, VOCAB = 16, 16, 61
 PASSES = 3  # until delayed scaling knows the magnitudes of all operands
-EVERYTHING = {
-    "dropout_hidden": 0.2,
-    "attention.dropout": 0.1,
-    "dropout_embedding": 0.1,
+# Half as much to compile, for what attention proves nothing of.
+MLP_ONLY = {"layers": "*(mlp)", "attention.num_heads": ModelConfig().attention.num_heads}
+DROPOUT = {"dropout_hidden": 0.2, "attention.dropout": 0.1, "dropout_embedding": 0.1}
+EVERYTHING = DROPOUT | {
     "tied": True,
     "attention.num_kv_heads": 2,
     "attention.bias_qkv": True,
@@ -159,19 +163,26 @@ def tiny_state(config: Config, mesh):
     return optimizer, abstract, create_state(config, optimizer, abstract)
 
 
-def in_model_order(tree) -> dict:
-    """Nested dicts of the arrays of {"model": a model}, layers in model order, without padding."""
+def by_name(tree) -> dict[str, np.ndarray]:
+    """The arrays of {"model": a model} by name, layers in model order, without padding."""
     arrays, orders = to_arrays(tree), orders_of(tree)
     for name, array in arrays.items():
+        array = np.asarray(array)
         if order := orders.get(name.replace(".", "/")):
-            arrays[name] = array[np.array([order.index(n) for n in range(max(order) + 1)])]
-    return nested(arrays)
+            array = array[np.array([order.index(n) for n in range(max(order) + 1)])]
+        arrays[name] = array
+    return arrays
+
+
+def in_model_order(tree) -> dict:
+    """`by_name` as nested dicts."""
+    return nested(by_name(tree))
 
 
 def named_gradients(gradients) -> dict[str, np.ndarray]:
     """By name, layers in model order."""
-    arrays = jax.tree_util.tree_leaves_with_path(in_model_order({"model": gradients}))
-    return {jax.tree_util.keystr(path): np.asarray(array) for path, array in arrays}
+    arrays = by_name({"model": gradients})
+    return {name.removeprefix("model."): array for name, array in arrays.items()}
 
 
 def assert_equal_but_rounding(
@@ -186,36 +197,57 @@ def assert_equal_but_rounding(
     assert found[1].keys() == wanted[1].keys()
     for name, array in wanted[1].items():
         part = found[1][name][: len(array)]  # the padding of the vocabulary depends on tensor
+        assert not found[1][name][len(array) :].any() and not array[len(part) :].any(), name
         off = part - array[: len(part)]
         is_close = np.abs(off).max() <= tolerance * np.abs(array).max() + floor
         assert is_close or np.linalg.norm(off) <= flipped * np.linalg.norm(array), name
 
 
+def batch_gradients(
+    config: Config,
+    make_batch: Callable = tiny_batch,
+    prepare: Callable = lambda model: model,
+) -> tuple[dict, dict[str, np.ndarray], LM, Batch]:
+    """(sums, gradients by name, model, batch) of make_batch(config, mesh) and of the initial model,
+    which `prepare` may change."""
+    mesh = mesh_of(config)
+    _, abstract, state = tiny_state(config, mesh)
+    model, batch = prepare(state.model), make_batch(config, mesh)
+    function = jax.jit(make_gradients(config, mesh, abstract.model))
+    found, sums = function(model, batch, state.key)
+    return sums, named_gradients(found), model, batch
+
+
+def first_samples(samples: Callable[[np.ndarray], dict]) -> Callable:
+    """Makes the batch of samples(numbers of the first ones), for `batch_gradients`."""
+
+    def make_batch(config: Config, mesh) -> Batch:
+        rows = local_rows(mesh, config.train.micro_batch_size)
+        return place_batch(samples(np.arange(BATCH)[rows(BATCH)]), rows, mesh, BATCH)
+
+    return make_batch
+
+
+def on_host(model):
+    """The model on a single device, for references that know no mesh."""
+    return jax.tree.map(lambda array: jnp.asarray(np.asarray(array)), model)
+
+
 def model_gradients(
     config: Config,
     objective: Objective | None = None,
-    in_step: bool = False,
     **extra: np.ndarray,
 ) -> tuple[float, dict[str, np.ndarray]]:
     """(token-mean loss, gradients by name, layers in model order) of `tiny_batch`; with delayed
-    scaling those of the pass for which all scales are known. in_step: dropout is that of the first
-    step of training."""
+    scaling those of the pass for which all scales are known."""
     mesh = mesh_of(config)
     _, abstract, state = tiny_state(config, mesh)
     function = jax.jit(make_gradients(config, mesh, abstract.model, objective))
-    key = jax.random.wrap_key_data(state.key)
-    key = jax.random.key_data(jax.random.fold_in(key, state.step) if in_step else key)
     batch, history = tiny_batch(config, mesh, **extra), state.history
     for _ in range(1 if history is None else PASSES):
-        found, sums = function(state.model, batch, key, None, history)
+        found, sums = function(state.model, batch, state.key, None, history)
         history = sums.get("history")
-    arrays, layout = {}, abstract.model.stack.layout
-    for name, array in to_arrays(found).items():
-        array = np.asarray(array)
-        if name.startswith("stack."):
-            array = array[layout.places(int(name.split(".")[2]))]
-        arrays[name] = array
-    return float(sums["loss_sum"] / sums["tokens"]), arrays
+    return float(sums["loss_sum"] / sums["tokens"]), named_gradients(found)
 
 
 def controls(mesh) -> dict:

@@ -1,25 +1,18 @@
-"""Inputs for tests of mixers with a state, and what must hold of each of them."""
+"""Inputs for tests of mixers with a state, and parts of their definitions in float64 NumPy."""
 
-import cached
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-from sharded_layers import check_equal, on_mesh
+from sharded_layers import drawn
 
 from maxmeg.layers.context import Context
-from maxmeg.layers.residual import Residual, ResidualSpec
 
 B, L, D = 2, 8, 16
 SEGMENTS = np.array([[1, 1, 1, 2, 2, 2, 2, 0], [1, 2, 2, 2, 3, 3, 3, 3]])
-
-
-def randomized(layer):
-    """The layer with random biases and vectors too."""
-    leaves, tree = jax.tree.flatten(layer)
-    rng = np.random.default_rng(1)
-    return jax.tree.unflatten(
-        tree, [a + jnp.float32(0.3 * rng.normal(size=a.shape)) for a in leaves]
-    )
+DEVIATION = 0.4  # of random weights: outputs are about 1
+ROUNDING = 2e-5  # relative and absolute, float32: sums in another order, decays multiplied up
 
 
 def inputs() -> tuple[jax.Array, jax.Array]:
@@ -38,51 +31,40 @@ def run(layer, x_BLD, segments_BL=None):
     return layer(x_BLD, Context(positions(x_BLD.shape[1]), segments_BL))[0]
 
 
-@jax.jit
-def run_cached(layer, x_BLD, ctx: Context, cache):
-    return layer(x_BLD, ctx, cache)[:2]
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
 
 
-def check_documents(layer, defined, segments_BL: np.ndarray) -> None:
-    """defined: (layer, a document [L, D]) -> its output alone, in float64."""
-    x_BLD, _ = inputs()
-    found_BLD = run(layer, x_BLD, jnp.asarray(segments_BL))
-    for row, ids_L in enumerate(segments_BL):
-        for document in np.unique(ids_L):
-            there = ids_L == document
-            wanted = defined(layer, np.asarray(x_BLD[row], np.float64)[there])
-            np.testing.assert_allclose(found_BLD[row][there], wanted, rtol=2e-5, atol=2e-5)
+def silu(x: np.ndarray) -> np.ndarray:
+    return x * sigmoid(x)
 
 
-def check_mesh(spec: ResidualSpec, sizes: dict[str, int], training: bool = False) -> None:
-    """A mesh has one device's output and gradients of a sublayer, documents kept apart."""
-    layer = randomized(Residual(jax.random.key(0), spec))
-    how = {"dropout_key": jax.random.key(3), "training": True} if training else {}
-
-    def output(layer, x_BLD):
-        count = len(x_BLD)
-        rows_B = jax.lax.axis_index("fsdp") * count + jnp.arange(count)
-        segments_BL = jnp.asarray(SEGMENTS)[rows_B]
-        return layer(x_BLD, Context(positions()[:count], segments_BL, rows_B, **how))[0]
-
-    alone = on_mesh(output, layer, {})(layer, *inputs())
-    check_equal(on_mesh(output, layer, sizes)(layer, *inputs()), alone)
-    assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(alone))
+def numbers(parameter) -> np.ndarray:
+    """A parameter in float64; zero for a bias that a layer does not have."""
+    return np.float64(0.0 if parameter is None else parameter[...])
 
 
-def check_decoding(layer) -> None:
-    """With a state, rows of 2 and of 5 tokens, then two further at once and one alone."""
-    x_BLD, _ = inputs()
-    whole_BLD, lengths_B, size = run(layer, x_BLD), jnp.array([2, 5]), cached.size_of(B, L)
-    cache, ctx = cached.empty(layer, size), cached.context(size, 0, 5, lengths_B)
-    found_BLD, cache = run_cached(layer, x_BLD[:, :5], ctx, cache)
-    for row, length in enumerate(lengths_B):
-        np.testing.assert_allclose(found_BLD[row, :length], whole_BLD[row, :length], atol=1e-5)
-    for count in (2, 1):
-        places_BL = lengths_B[:, None] + jnp.arange(count)
-        next_BLD = jnp.take_along_axis(x_BLD, places_BL[..., None], axis=1)
-        ctx = cached.context(size, lengths_B, count)
-        found_BLD, cache = run_cached(layer, next_BLD, ctx, cache)
-        wanted_BLD = jnp.take_along_axis(whole_BLD, places_BL[..., None], axis=1)
-        np.testing.assert_allclose(found_BLD, wanted_BLD, atol=1e-5)
-        lengths_B += count
+def projected(linear, x_LD: np.ndarray) -> np.ndarray:
+    return x_LD @ numbers(linear.weight) + numbers(linear.bias)
+
+
+def convolved(conv, x_LX: np.ndarray) -> np.ndarray:
+    """Each channel's sum over the last tokens, with zeros before the document."""
+    taps = numbers(conv.weight)[:, 0]
+    before = np.concatenate((np.zeros((len(taps) - 1, x_LX.shape[1])), x_LX))
+    sums = sum(tap * before[i : i + len(x_LX)] for i, tap in enumerate(taps))
+    return sums + numbers(conv.bias)
+
+
+def check_documents(spec, defined: Callable) -> None:
+    """defined: (layer, a document [L, D]) -> its output alone, in float64. With and without ids of
+    documents, which are two programs."""
+    layer, (x_BLD, _) = drawn(spec.make, DEVIATION), inputs()
+    for segments_BL in (None, SEGMENTS):
+        found_BLD = run(layer, x_BLD, segments_BL)
+        for row, ids_L in enumerate(np.ones((B, L)) if segments_BL is None else segments_BL):
+            for document in np.unique(ids_L):
+                there = ids_L == document
+                wanted = defined(layer, np.float64(x_BLD[row])[there])
+                found = found_BLD[row][there]
+                np.testing.assert_allclose(found, wanted, rtol=ROUNDING, atol=ROUNDING)

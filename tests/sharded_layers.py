@@ -16,6 +16,14 @@ from maxmeg.step import compute_model, reduce_gradients
 TOLERANCE = 1e-5  # of the largest value, float32: the order of sums differs
 
 
+def drawn(make: Callable, deviation: float, seed: int = 1) -> Any:
+    """The layer that make(key) returns with every array random, made without compiling."""
+    shapes, rng = jax.eval_shape(make, jax.random.key(0)), np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda a: jnp.asarray(deviation * rng.normal(size=a.shape), a.dtype), shapes
+    )
+
+
 def with_gradients(output: Callable, layer, x_BLD: jax.Array, slope_BLD: jax.Array) -> tuple:
     """output(layer, x), and gradients of its sum weighed by the slope."""
 
@@ -46,5 +54,5 @@ def on_mesh(output: Callable, layer, sizes: dict[str, int], fold: int = 1) -> An
 
 def check_equal(found, wanted) -> None:
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        limit = TOLERANCE * max(float(jnp.abs(other).max()), 1e-3)
+        limit = TOLERANCE * max(np.abs(np.asarray(other)).max(), 1e-3)
         np.testing.assert_allclose(one, other, rtol=0, atol=limit)

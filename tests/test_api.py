@@ -32,7 +32,7 @@ def made(path, **model) -> api.LanguageModel:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> api.LanguageModel:
-    return made(tmp_path_factory.mktemp("tokenizer"), **ALTERNATING)
+    return made(tmp_path_factory.mktemp("tokenizer"), **ALTERNATING | {"num_layers": 2})
 
 
 def test_importing_maxmeg_imports_neither_jax_nor_numpy():
@@ -77,9 +77,7 @@ def test_a_model_made_by_hand_is_saved_as_a_run(run, tmp_path):
     with pytest.raises(ValueError, match="run exists and is not empty"):
         run.save(tmp_path / "run")
     wider = tiny({"vocab_size": len(WORDS), "max_position": 32, "hidden_size": 64})
-    with pytest.raises(
-        ValueError, match=r"embedding.table has shape \(8, 32\), config.model \(8, 64\)"
-    ):
+    with pytest.raises(ValueError, match=r"table has shape \(8, 32\), config.model \(8, 64\)"):
         api.LanguageModel(run.model, wider, run.tokenizer).save(tmp_path / "other")
     assert not (tmp_path / "other").exists()
 
@@ -112,7 +110,7 @@ def test_activations_add_up_to_the_residual_stream(run):
     last = run.model.logits(found["final_norm"][None])[0]
     np.testing.assert_allclose(last, run.logits(PROMPT), atol=SAME_SUM)
     queries = run.activations(PROMPT, "layers.*.attention.query")
-    assert [*queries] == [f"layers.{i}.attention.query" for i in range(5)]
+    assert [*queries] == [f"layers.{i}.attention.query" for i in range(2)]
     with pytest.raises(ValueError, match=r"no activation is named 'layers.\*.moe': nearest"):
         run.activations(PROMPT, "layers.*.moe")
 
@@ -126,11 +124,7 @@ def test_documents_and_a_loss_of_ones_own_train(tmp_path):
     config.run_dir, config.log.sample_prompt = str(tmp_path / "run"), ""
     documents = ["some text"] * 40 + [np.arange(20)]
     run = maxmeg.train(config, documents, loss=confident)
-    assert (
-        run.trained.step == 2
-        and run.config.model.vocab_size == 257
-        and config.model.vocab_size == 0
-    )
+    assert (run.trained.step, run.config.model.vocab_size, config.model.vocab_size) == (2, 257, 0)
     assert isinstance(run.generate("a", max_new_tokens=2), str) and run.trained.mesh.size == 8
     for wrong, error in (([[0.5]], "has shape"), ([np.array([257])], "ids from 257"), ([], "no")):
         with pytest.raises(ValueError, match=error):

@@ -13,35 +13,29 @@ from layouts import (
     LENGTH,
     VOCAB,
     assert_equal_but_rounding,
-    mesh_of,
+    batch_gradients,
+    first_samples,
     named_gradients,
+    on_host,
     tiny,
-    tiny_state,
 )
+from short_runs import curve
 from tables import thinned
 
 import maxmeg
 from maxmeg import evaluate
 from maxmeg.checkpoint.manager import Checkpointer
-from maxmeg.checkpoint.stream import StreamWriter, TensorInfo
-from maxmeg.config import files
 from maxmeg.config.data import Objective
 from maxmeg.config.mixers import Activation
 from maxmeg.config.model import DType, Norm, NormPlace, Position
-from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.validate import validate
-from maxmeg.data import run_folder
 from maxmeg.data.labelled.dataset import LabelledDataset
 from maxmeg.data.labelled.rows import Rows
-from maxmeg.data.tokenizers.load import load_tokenizer
 from maxmeg.hf.convert import export_model, import_model, open_folder
 from maxmeg.hf.families.read import model_config
 from maxmeg.layers.context import Context
 from maxmeg.models.lm import language_model
 from maxmeg.objectives.table import OBJECTIVES
-from maxmeg.parallel.placement import local_rows, place_batch
-from maxmeg.state import to_arrays
-from maxmeg.step import make_gradients
 
 TOLERANCE = 1e-5  # relative, float32: the order of sums differs
 FLOOR = 1e-8  # for gradients that are zero in exact arithmetic
@@ -83,14 +77,8 @@ def gradients(objective: Objective, parallel: dict, micro_batch_size: int, dropo
     config = tiny(ENCODER | head, {"micro_batch_size": micro_batch_size}, **parallel)
     config.data.objective, config.data.paths = objective, ("file",)
     config.data.labels = () if classes == 1 else tuple("abcd")
-    mesh = mesh_of(config)
-    _, abstract, state = tiny_state(config, mesh)
-    rows = local_rows(mesh, micro_batch_size)
-    batch = place_batch(examples(objective).batch(np.arange(BATCH)[rows(BATCH)]), rows, mesh, BATCH)
-    function = jax.jit(make_gradients(config, mesh, abstract.model))
-    found, sums = function(state.model, batch, state.key)
-    metrics = OBJECTIVES[objective].metrics(sums)
-    return metrics, named_gradients(found), sums.get("confusion"), state.model, batch
+    sums, found, model, batch = batch_gradients(config, first_samples(examples(objective).batch))
+    return OBJECTIVES[objective].metrics(sums), found, sums.get("confusion"), model, batch
 
 
 @pytest.mark.parametrize(("objective", "parallel", "micro"), CASES)
@@ -112,19 +100,17 @@ def test_loss_is_cross_entropy_of_the_scored_tokens(objective):
         x_BLD, _, _ = model.stack(model.embed_tokens(rows.tokens, ctx), ctx)
         pooled_BLD = jnp.tanh(model.bert.pooler(model.normed(x_BLD)))
         logits_BLC = model.classifier.linear(pooled_BLD)
-        total, right = 0.0, 0
-        for row in range(BATCH):
-            if objective is Objective.choose:
-                places = jnp.flatnonzero(rows.targets[row], size=3)
-                scores, answer = logits_BLC[row, places, 0], jnp.argmax(rows.loss_mask[row, places])
-            else:
-                scores, answer = logits_BLC[row, 0], rows.targets[row, 0]
-            total -= jax.nn.log_softmax(scores)[answer] / BATCH
-            right += scores.argmax() == answer
-        return total, {"loss": total, "accuracy": right / BATCH}
+        if objective is Objective.choose:  # one of three places
+            places_B3 = jax.vmap(lambda row: jnp.flatnonzero(row, size=3))(rows.targets)
+            scores_BC = jnp.take_along_axis(logits_BLC[..., 0], places_B3, axis=1)
+            answers_B = jnp.take_along_axis(rows.loss_mask, places_B3, axis=1).argmax(1)
+        else:
+            scores_BC, answers_B = logits_BLC[:, 0], rows.targets[:, 0]
+        log_BC = jax.nn.log_softmax(scores_BC)
+        mean = -jnp.take_along_axis(log_BC, answers_B[:, None], axis=1).mean()
+        return mean, {"loss": mean, "accuracy": (scores_BC.argmax(1) == answers_B).mean()}
 
-    host = jax.tree.map(lambda array: jnp.asarray(np.asarray(array)), model)
-    wanted, values = jax.jit(jax.grad(loss, has_aux=True))(host)
+    wanted, values = jax.jit(jax.grad(loss, has_aux=True))(on_host(model))
     assert_equal_but_rounding(found, (values, named_gradients(wanted)), TOLERANCE, FLOOR)
 
 
@@ -132,23 +118,14 @@ WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdef"]
 
 
 def base(folder: Path) -> Path:
-    """A folder of an encoder with random weights, without a classifier."""
+    """A run of an encoder with random weights, without a classifier."""
     (folder / "vocab.txt").write_text("\n".join(WORDS))
     config = tiny(ENCODER | {"vocab_size": len(WORDS), "tied": True, "num_layers": 2})
-    config.run_dir, config.data.tokenizer = str(folder), f"wordpiece:{folder}/vocab.txt"
+    config.data.tokenizer = f"wordpiece:{folder}/vocab.txt"
     config.data.objective, config.data.paths = Objective.masked, ("a",)
-    config.parallel = ParallelConfig()
-    arrays = to_arrays({"model": language_model(jax.random.key(0), config)})
-    named = {name.replace(".", "/"): np.asarray(array) for name, array in arrays.items()}
-    infos = {name: TensorInfo(array.dtype, array.shape) for name, array in named.items()}
-    identity = load_tokenizer(config.data.tokenizer).identity
-    metadata = {"config": files.to_dict(run_folder.stored(config)), "tokenizer": identity}
-    metadata["consumed_samples"] = 0
-    with StreamWriter(folder / "checkpoints", 0, infos, metadata) as writer:
-        for name, array in named.items():
-            writer.write(name, array)
-    run_folder.write(config)
-    return folder
+    model = jax.jit(lambda key: language_model(key, config))(jax.random.key(0))
+    maxmeg.LanguageModel(model, config).save(folder / "base")
+    return folder / "base"
 
 
 @pytest.fixture(scope="module")
@@ -183,14 +160,10 @@ def trained(settings: dict, run_dir, **more) -> maxmeg.LanguageModel:
     return maxmeg.train(maxmeg.config(f"classify:{settings['folder']}", **values))
 
 
-def rows_of(run_dir) -> list[dict]:
-    return [json.loads(row) for row in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
 @SLOW
 def test_a_run_learns_resumes_is_evaluated_and_predicts(settings, tmp_path, capsys):
     model = trained(settings, tmp_path / "whole")
-    last = rows_of(tmp_path / "whole")[-1]
+    last = curve(tmp_path / "whole")[-1]
     assert last["validation_accuracy"] > 0.95 and last["loss"] < 0.3
     trained(settings, tmp_path / "parts", **{"train.exit_at": 20})
     again = trained(settings, tmp_path / "parts")

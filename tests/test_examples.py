@@ -3,6 +3,7 @@
 import ast
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -31,7 +32,6 @@ SCRIPTS = {  # flags that make it shorter, and a part of what it prints; None: n
     "slurm_container.sh": None,  # needs pyxis
 }
 ONE_DEVICE = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(REPOSITORY)}
-QUICK = {"plan_a_cluster.py"}
 
 
 def test_every_example_is_short_and_says_what_to_expect():
@@ -43,15 +43,21 @@ def test_every_example_is_short_and_says_what_to_expect():
         assert re.search(r"\n\nCommand: .*\nTime: .*\nResult: ", said), name
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in SHOWN if SHOWN[n]],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in SHOWN if SHOWN[name]])
 def test_an_example_prints_what_it_says(name, tmp_path):
     command = [sys.executable, str(EXAMPLES / name)]
     done = subprocess.run(command, cwd=tmp_path, env=ONE_DEVICE, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert re.search(SHOWN[name], done.stdout), done.stdout
+
+
+def test_the_example_of_a_plan_on_fewer_gpus(capsys, monkeypatch):
+    path = str(EXAMPLES / "plan_a_cluster.py")
+    monkeypatch.setattr(sys, "argv", [path, "gpt", "h100x2"])
+    runpy.run_path(path, run_name="__main__")
+    shown = r"as configured: 0 GiB per GPU, fits: True\n(.*\n)*(data|fsdp) 2, .*: 0 GiB per GPU\n"
+    assert re.search(shown, capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

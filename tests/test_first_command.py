@@ -37,6 +37,7 @@ def clone(tmp_path: Path) -> Path:
     return clone
 
 
+@pytest.mark.each_commit
 def test_the_first_command_trains(clone: Path):
     """Until its loss has fallen; then Ctrl-C saves, and it says how to go on."""
     own = ("XLA_FLAGS", "NPROC", "PYTHONPATH", "VIRTUAL_ENV", "SLURM_")  # of tests and of a job

@@ -1,14 +1,14 @@
 """Training in float16: the loss scale reaches every gradient, overflows change nothing else."""
 
 import dataclasses
-import json
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from layouts import controls, mesh_of, tiny, tiny_abstract, tiny_batch, tiny_state
+from layouts import MLP_ONLY, controls, mesh_of, tiny, tiny_abstract, tiny_batch, tiny_state
+from short_runs import curve, digests
 
 from maxmeg.checkpoint.resume import with_scaler_of
 from maxmeg.config.model import DType
@@ -46,7 +46,7 @@ def test_the_scale_multiplies_every_gradient_and_no_metric():
 
 
 def test_an_overflow_changes_the_step_number_and_the_scale_alone():
-    config = tiny({"dtype": DType.float16}, data=2)
+    config = tiny(MLP_ONLY | {"dtype": DType.float16}, data=2)
     config.optim.loss_scale.initial, config.optim.loss_scale.window = 2.0**40, 2
     mesh = mesh_of(config)
     optimizer, abstract, state = tiny_state(config, mesh)
@@ -76,7 +76,7 @@ def test_an_overflow_changes_the_step_number_and_the_scale_alone():
 
 
 def test_a_fixed_scale_replaces_that_of_a_checkpoint():
-    config = tiny({"dtype": DType.float16})
+    config = tiny(MLP_ONLY | {"dtype": DType.float16})
     _, abstract, state = tiny_state(config, mesh_of(config))
     assert state.scaler is not None and abstract.scaler is not None
     skipped = dataclasses.replace(state.scaler, skipped_samples=state.scaler.skipped_samples + 8)
@@ -92,16 +92,11 @@ def test_other_dtypes_have_no_scale():
 
 def small(run_dir: Path, dtype: DType, steps: int, **train) -> Config:
     config = gpt.get_config()
-    fields = {"num_layers": 1, "hidden_size": 64, "attention.num_heads": 2, "dtype": dtype}
+    fields = MLP_ONLY | {"num_layers": 1, "hidden_size": 64, "dtype": dtype}
     config.model, config.run_dir = with_fields(config.model, fields), str(run_dir)
     config.data.sequence_length, config.log = 32, LogConfig(tensorboard=False)
     config.train = TrainConfig(num_steps=steps, global_batch_size=8, eval_every=0, **train)
     return config
-
-
-def metrics(config: Config) -> list[dict]:
-    path = Path(config.run_dir) / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_a_fixed_scale_that_overflows_ends_the_run(tmp_path):
@@ -119,7 +114,7 @@ def test_schedules_wait_for_skipped_steps_and_a_resumed_run_for_their_number(tmp
         if dtype is DType.float16:
             config.optim.loss_scale.initial = 2.0**19
         main(config)
-        return metrics(config)
+        return curve(tmp_path / name)
 
     run("broken", 5)
     rows, resumed = run("whole", 9), run("broken", 9)
@@ -131,11 +126,7 @@ def test_schedules_wait_for_skipped_steps_and_a_resumed_run_for_their_number(tmp
         updates += not row["skipped"]
         for name in ("loss", "learning_rate", "loss_scale", "grad_norm"):
             assert row[name] == other[name], name
-    manifests = [
-        json.loads((tmp_path / name / "checkpoints/step_00000009/manifest.json").read_text())
-        for name in ("whole", "broken")
-    ]
-    assert manifests[0]["body"]["tensors"] == manifests[1]["body"]["tensors"]
+    assert digests(tmp_path / "whole", 9) == digests(tmp_path / "broken", 9)
     # To another dtype and back: the scale begins anew.
     assert "loss_scale" not in run("broken", 11, DType.bfloat16)[-1]
     assert run("broken", 12)[-1]["loss_scale"] == 2.0**19

@@ -1,5 +1,7 @@
 """The command that continues prompts and chats: what it reads, what it writes, what it refuses."""
 
+import contextlib
+import functools
 import json
 import sys
 
@@ -24,21 +26,29 @@ def trained(tmp_path_factory):
     settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": "{{ bos_token }}" + PLAIN}
     path = tmp_path_factory.mktemp("model")
     tokenizer = folder(path, settings, generation_config={"eos_token_id": [1, 5]})
-    config = tiny({"vocab_size": len(WORDS), "tied": False, "max_position": 32}, fsdp=1)
+    fields = {"vocab_size": len(WORDS), "tied": False, "max_position": 32, "num_layers": 1}
+    config = tiny(fields, fsdp=1)
     mesh = mesh_of(config)
     model = tiny_state(config, mesh)[2].model
     model.final_norm.weight[...] = jnp.zeros_like(model.final_norm.weight[...])
     return Trained(model, config, tokenizer, 0, mesh)
 
 
+class PromptsAreKnown(Exception):
+    """Ends a command before the model, which is compiled for each, continues its prompts."""
+
+
 @pytest.fixture
 def command(trained, monkeypatch):
-    """Runs the command on the model; returns the prompts as the model has seen them."""
-    seen = []
+    """Runs the command on the model, or only until the prompts are known; returns the prompts as
+    the model sees them."""
+    seen, stops = [], []
 
     def recorded(*arguments):
         found = encode(*arguments)
         seen.extend(trained.tokenizer.decode(ids) for ids in found)
+        if stops:
+            raise PromptsAreKnown
         return found
 
     def loaded(run_dir, step, mesh, dtype, mtp, average):
@@ -49,10 +59,12 @@ def command(trained, monkeypatch):
     monkeypatch.setattr(load, "load_run", loaded)
     monkeypatch.setattr(generate, "encoded", recorded)
 
-    def run(*flags: str) -> list[str]:
+    def run(*flags: str, prompts_alone: bool = False) -> list[str]:
         seen.clear()
+        stops[:] = [True] * prompts_alone
         fixed = ("--temperature=0", f"--num_tokens={LENGTH}")
-        generate.main(parse(["generate", *fixed, *flags], generate.Options, False)[1])
+        with contextlib.suppress(PromptsAreKnown):
+            generate.main(parse(["generate", *fixed, *flags], generate.Options, False)[1])
         return list(seen)
 
     return run
@@ -76,9 +88,10 @@ def test_chats_go_through_the_template(command, tmp_path):
     assert first == {**lines[0], "completion": first["completion"]}
     assert second == {**lines[1], "completion": second["completion"]}
     assert first["completion"].split() == ["<s>"] * LENGTH
-    assert command(*flags, "--chat") == [user.format("b"), user.format("a b")]
+    chats = [user.format("b"), user.format("a b")]
+    assert command(*flags, "--chat", prompts_alone=True) == chats
     system = "<s> [UNK] [UNK] [UNK] a </s> <|user|> b </s> <|assistant|>"
-    assert command("--prompt=b", "--chat", "--system=a") == [system]
+    assert command("--prompt=b", "--chat", "--system=a", prompts_alone=True) == [system]
 
 
 def test_one_answer_is_streamed_to_a_terminal(command, capsys, monkeypatch):
@@ -101,9 +114,9 @@ def test_rows_end_at_the_model_s_own_ends(command, trained, monkeypatch, capsys)
 
 def test_prompts_open_as_the_tokenizer_does(command, trained, monkeypatch):
     monkeypatch.setattr(trained.tokenizer, "opening", (0,))
-    assert command("--prompt=a") == ["<s> a"]
-    assert command("--prompt=a", "--noopening") == ["a"]
-    assert command("--prompt=a", "--chat")[0].count("<s>") == 1
+    of = functools.partial(command, "--prompt=a", prompts_alone=True)
+    assert of() == ["<s> a"] and of("--noopening") == ["a"]
+    assert of("--chat")[0].count("<s>") == 1
 
 
 @pytest.mark.parametrize(
@@ -125,17 +138,19 @@ def test_bad_lines_are_named(line, error, command, tmp_path):
         command(f"--prompts={path}")
 
 
-def test_prompts_come_from_one_option(command, tmp_path):
-    path = tmp_path / "in.jsonl"
-    path.write_text("\n")
-    with pytest.raises(ValueError, match="holds no prompt"):
-        command(f"--prompts={path}")
-    for flags in ((), ("--prompt=a", f"--prompts={path}")):
-        with pytest.raises(ValueError, match="give either --prompt"):
-            command(*flags)
-    with pytest.raises(ValueError, match=r"dtype='float8'.*expected one of float32, bfloat16"):
-        command("--prompt=a", "--dtype=float8")
-    with pytest.raises(ValueError, match="system='b' is for chats"):
-        command("--prompt=a", "--system=b")
-    with pytest.raises(ValueError, match="num_tokens=0 must be at least 1"):
-        command("--prompt=a", "--num_tokens=0")
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        (["--prompts=empty.jsonl"], "holds no prompt"),
+        ([], "give either --prompt"),
+        (["--prompt=a", "--prompts=empty.jsonl"], "give either --prompt"),
+        (["--prompt=a", "--dtype=float8"], r"dtype='float8'.*expected one of float32, bfloat16"),
+        (["--prompt=a", "--system=b"], "system='b' is for chats"),
+        (["--prompt=a", "--num_tokens=0"], "num_tokens=0 must be at least 1"),
+    ],
+)
+def test_options_that_do_not_go_together(flags, error, command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match=error):
+        command(*flags)

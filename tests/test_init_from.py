@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from layouts import mesh_of, tiny, tiny_state
+from layouts import by_name, mesh_of, tiny, tiny_state
 
 from maxmeg.checkpoint.initialize import create_state
 from maxmeg.checkpoint.manager import Checkpointer
@@ -14,7 +14,7 @@ from maxmeg.config import files
 from maxmeg.config.mixers import RotaryScaling
 from maxmeg.config.model import Position
 from maxmeg.config.schema import Config
-from maxmeg.state import CHECKPOINTS, nested, to_arrays, to_tree
+from maxmeg.state import CHECKPOINTS, nested, to_arrays
 
 LAYOUT = {"pipe": 2, "fsdp": 2, "tensor": 2}
 
@@ -32,16 +32,8 @@ def source(tmp_path_factory) -> tuple[str, Config, dict[str, np.ndarray]]:
     tree["model"]["output"]["table"] = tree["model"]["embedding"]["table"]
     checkpointer = Checkpointer(f"{folder}/{CHECKPOINTS}", asynchronous=False)
     assert checkpointer.save(0, tree, {"config": files.to_dict(config), "tokenizer": "words"})
-    arrays = {f"model.{n}": np.asarray(a) for n, a in flat(tree["model"]).items()}
+    arrays = {name: np.asarray(array) for name, array in to_arrays(tree).items()}
     return folder, config, arrays
-
-
-def flat(tree: dict, prefix: str = "") -> dict:
-    found = {}
-    for name, value in tree.items():
-        inner = isinstance(value, dict)
-        found |= flat(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": value}
-    return found
 
 
 def begun(source, parallel: dict, **model) -> tuple[Config, dict[str, np.ndarray]]:
@@ -52,7 +44,7 @@ def begun(source, parallel: dict, **model) -> tuple[Config, dict[str, np.ndarray
     _, abstract, state = tiny_state(config, mesh_of(config))
     wanted, made = to_arrays(abstract), to_arrays(state)
     assert all(made[name].sharding == wanted[name].sharding for name in wanted)
-    return config, {n: np.asarray(a) for n, a in flat(to_tree(state)).items()}
+    return config, by_name(state)
 
 
 @pytest.mark.parametrize("parallel", [{"fsdp": 1}, LAYOUT])
@@ -73,8 +65,7 @@ def test_new_words_begin_as_random_ones(source):
     state = tiny_state(config, mesh_of(config))[2]
     for name in ("model.embedding.table", "model.output.table"):
         np.testing.assert_array_equal(found[name][:61], source[2][name][:61])
-        fresh = np.asarray(flat(to_tree(state))[name])
-        np.testing.assert_array_equal(found[name][61:], fresh[61:])
+        np.testing.assert_array_equal(found[name][61:], by_name(state)[name][61:])
         assert found[name][61:90].any(axis=1).all() and not found[name][90:].any()
 
 

@@ -1,7 +1,6 @@
 """The loop of a run, with a device that only notes what it is asked."""
 
 import contextlib
-import json
 import signal
 import types
 
@@ -9,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from hf_folders import write_tokenizer
+from short_runs import curve
 
 from maxmeg import train
 from maxmeg.checkpoint.resume import Start
@@ -102,7 +102,7 @@ def test_the_next_batch_is_on_its_way_while_a_step_runs(tmp_path):
         assert at["step", step] < at["place", step + 1] < at["wait for", step]
         assert at["step", step + 1] < at["wait for", step]
     assert events[-1] == ("save", STEPS) and events[-2] == ("wait for", STEPS - 1)
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = curve(tmp_path)
     assert [line["data_wait_seconds"] for line in lines] == [step / 8 for step in range(STEPS)]
 
 
@@ -136,12 +136,7 @@ def test_a_stop_during_validation_saves_at_once(tmp_path):
     events: list = []
     run = run_of(tmp_path, events, eval_every=2)
     validate = run.validate
-
-    def interrupted(*arguments):
-        signal.raise_signal(signal.SIGTERM)
-        return validate(*arguments)
-
-    run.validate = interrupted
+    run.validate = lambda *given: signal.raise_signal(signal.SIGTERM) or validate(*given)
     train.train(run, 0, 0)
     assert acts(events) == [("validate", 1), ("save", 2)]
 
@@ -191,7 +186,7 @@ def test_the_run_folder_is_complete_once_a_step_is_made(tmp_path, monkeypatch):
     run.program.train_step = train_step
     train.train(run, 0, 0)
     assert (folder / "config.yaml").exists() and (folder / "tokenizer/tokenizer.json").exists()
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = curve(folder)
     assert [line["peak_memory_gib"] for line in lines] == [3.0] * STEPS
 
 
@@ -202,7 +197,7 @@ def test_a_row_is_a_finished_step_with_the_seconds_of_validation_and_saving(tmp_
     saved, rows = [], tmp_path / "metrics.jsonl"
     run.save = lambda state, stopping=False: saved.append((state, rows.read_text().count("\n")))
     train.train(run, 0, 0)
-    lines = [json.loads(line) for line in rows.read_text().splitlines()]
+    lines = curve(tmp_path)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     assert saved == [(2, 2), (4, 4), (5, 5)]
     assert [n for n, line in enumerate(lines, 1) if "validation_loss" in line] == [2, 4, 5]
@@ -219,8 +214,5 @@ def test_process_0_alone_prints_what_is_resumed(tmp_path, monkeypatch, capsys, r
     monkeypatch.setattr(multihost.jax, "process_index", lambda: rank)
     train.announce(types.SimpleNamespace(config=config), begun)
     out = capsys.readouterr().out
-    assert (
-        ("resumed at step 5, sample 9" in out and "already finished" in out)
-        if rank == 0
-        else not out
-    )
+    shown = ["resumed at step 5, sample 9" in out, "already finished" in out, bool(out)]
+    assert shown == [rank == 0] * 3

@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from layouts import (
-    BATCH,
     LENGTH,
     assert_equal_but_rounding,
+    batch_gradients,
+    first_samples,
     mesh_of,
     named_gradients,
+    on_host,
     tiny,
-    tiny_state,
 )
 from masked_corpus import SIZE, corpus, vocabulary
 
@@ -36,7 +37,6 @@ from maxmeg.models.mixers import pattern
 from maxmeg.objectives.masked import MASKED
 from maxmeg.parallel.placement import local_rows, place_batch
 from maxmeg.planning.cost.flops import training_flops
-from maxmeg.step import make_gradients
 
 REPOSITORY = Path(__file__).parent.parent
 TOLERANCE = 1e-5  # relative, float32: the order of sums differs
@@ -66,17 +66,14 @@ def gradients(folder: Path, parallel: dict, micro_batch_size: int, dropout: bool
     config = tiny(model, {"micro_batch_size": micro_batch_size}, **parallel)
     config.data.objective = Objective.masked
     config.data.paths, config.data.sentence_pairs = ("sentences",), True
-    mesh = mesh_of(config)
-    _, abstract, state = tiny_state(config, mesh)
     data = BertDataset(corpus(folder), "1,0,0", 0, LENGTH, vocabulary())
-    rows = local_rows(mesh, micro_batch_size)
-    numbers = np.arange(BATCH)[rows(BATCH)]
-    samples = data.batch(numbers) | {"is_swapped": (numbers % 4 == 0).astype(np.int32)}
-    batch = place_batch(samples, rows, mesh, BATCH)
+
+    def samples(numbers):
+        return data.batch(numbers) | {"is_swapped": (numbers % 4 == 0).astype(np.int32)}
+
+    sums, *found, batch = batch_gradients(config, first_samples(samples))
     assert sorted(batch.extra) == ["is_swapped", "token_types"]
-    function = jax.jit(make_gradients(config, mesh, abstract.model))
-    found, sums = function(state.model, batch, state.key)
-    return MASKED.metrics(sums), named_gradients(found), state.model, batch
+    return MASKED.metrics(sums), *found, batch
 
 
 @pytest.fixture(scope="module")
@@ -109,8 +106,7 @@ def test_the_loss_is_that_of_masked_tokens_and_of_the_order_of_pairs(tmp_path):
         accuracy = (order_B2.argmax(1) == labels_B).mean()
         return words + order, {"loss": words, "pair_loss": order, "pair_accuracy": accuracy}
 
-    host = jax.tree.map(lambda array: jnp.asarray(np.asarray(array)), model)
-    wanted, values = jax.jit(jax.grad(loss, has_aux=True))(host)
+    wanted, values = jax.jit(jax.grad(loss, has_aux=True))(on_host(model))
     assert_equal_but_rounding(tuple(found), (values, named_gradients(wanted)), TOLERANCE, FLOOR)
 
 

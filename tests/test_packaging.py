@@ -125,7 +125,7 @@ def test_the_packages_that_were_asked_for_are_dependencies_that_the_product_impo
 
 
 def test_the_checks_run_the_readme_command():
-    assert f'test_command="{TEST_COMMAND}"' in (REPOSITORY / ".ci" / "run").read_text()
+    assert f'TEST_COMMAND = "{TEST_COMMAND}"' in (REPOSITORY / ".ci" / "checks.py").read_text()
 
 
 def test_every_requirement_has_bounds():

@@ -1,68 +1,104 @@
-"""Whole runs on pipelines: checkpoints go from one to another, the loss curve goes on."""
+"""Whole runs go from one pipeline or expert parallelism to another: the loss curve goes on."""
 
-import json
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from short_runs import EACH, ENDS, SAME, config, copy_run, curve, digests, run_layouts, write_corpus
+import short_runs
+from short_runs import EACH, ENDS, SAME, copy_run, curve, digests, run_layouts, write_corpus
 
 from maxmeg import evaluate, generate
+from maxmeg.config.mixers import ExpertExchange, RouterScore
 from maxmeg.config.parallel import Schedule
 from maxmeg.config.schema import Config
 from maxmeg.train import main
 
-MODEL = {"num_layers": 6, "mtp.num_layers": 1, "mtp.layers": "mlp,attention"}
-LAYOUTS = [
-    {"pipe": 1, "fsdp": 8},
-    {"pipe": 2, "data": 2, "fsdp": 1, "tensor": 2, "schedule": Schedule.zero_bubble},
-    {"pipe": 2, "fsdp": 2, "tensor": 2, "chunks": 3},
-]
+PIPELINED = {"num_layers": 6, "mtp.num_layers": 1, "mtp.layers": "mlp,attention"}
+EXPERTS = {
+    "num_layers": 2,
+    "layers": "attention,mlp *(attention,moe)",
+    "moe.num_experts": 4,
+    "moe.top_k": 2,
+    "moe.ffn_size": 32,
+    "moe.shared_ffn_size": 32,
+    "moe.score": RouterScore.sigmoid,
+    "moe.bias_balancing": True,
+    "moe.bias_rate": 0.01,
+    "moe.sequence_aux_loss": 0.01,
+    "moe.global_aux_loss": 0.01,
+    "moe.jitter": 0.05,
+}
+CASES = {
+    "pipelined": (
+        PIPELINED,
+        [
+            {"pipe": 1, "fsdp": 8},
+            {"pipe": 2, "data": 2, "fsdp": 1, "tensor": 2, "schedule": Schedule.zero_bubble},
+            {"pipe": 2, "fsdp": 2, "tensor": 2, "chunks": 3},
+        ],
+        ("loss", "validation_loss", "mtp_loss/1"),
+    ),
+    "experts": (
+        EXPERTS,
+        [
+            {"fsdp": 8},
+            {"fsdp": 2, "expert": 4},
+            {"data": 2, "fsdp": 2, "expert": 2, "tensor": 2, "expert_tensor": 1}
+            | {"expert_exchange": ExpertExchange.ragged},
+        ],
+        ("loss", "validation_loss", "expert_load_max"),
+    ),
+}
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> str:
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
-
-
-@pytest.fixture(scope="module")
-def runs(corpus, tmp_path_factory) -> list[Path]:
+@pytest.fixture(scope="module", params=CASES)
+def runs(request, tmp_path_factory) -> SimpleNamespace:
     """One that stayed on the first layout, one that went over all of them."""
-    return run_layouts(
-        lambda *part: config_of(corpus, *part), LAYOUTS, tmp_path_factory.mktemp("runs")
-    )
+    folder = tmp_path_factory.mktemp("runs")
+    corpus, (model, layouts, names) = write_corpus(folder), CASES[request.param]
+
+    def config_of(run_dir: Path, steps: int, parallel: dict, prompt: str = "") -> Config:
+        return short_runs.config(corpus, run_dir, steps, model, parallel, sample_prompt=prompt)
+
+    whole, changing = run_layouts(config_of, layouts, folder)
+    last: Callable = lambda run_dir: config_of(run_dir, ENDS[-1], layouts[-1], "abc")  # noqa: E731
+    return SimpleNamespace(whole=whole, changing=changing, names=names, model=model, last=last)
 
 
-def config_of(corpus: str, run_dir: Path, steps: int, parallel: dict, prompt: str = "") -> Config:
-    return config(corpus, run_dir, steps, MODEL, parallel, sample_prompt=prompt)
-
-
-def test_a_run_continues_with_another_pipeline(runs, capsys):
-    whole, changing = runs
-    for one, other in zip(curve(changing), curve(whole), strict=True):
-        for name in ("loss", "validation_loss", "mtp_loss/1"):
+def test_a_run_continues_on_other_layouts(runs, capsys):
+    """Losses are those of a run that stayed, and biases of experts are those to the last digit."""
+    whole, changing = curve(runs.whole), curve(runs.changing)
+    assert len(whole) == ENDS[-1]
+    for one, other in zip(changing, whole, strict=True):
+        for name in runs.names:
             assert (name in one) == (name in other)
             if name in one:
                 assert one[name] == pytest.approx(other[name], rel=SAME), one["step"]
-    assert len(curve(whole)) == ENDS[-1]
-    tensors = digests(changing, ENDS[-1])
-    assert tensors.keys() == digests(whole, ENDS[-1]).keys()
-    shapes = {json.dumps(t["shape"]) for name, t in tensors.items() if "stack" in name}
-    assert shapes and all(json.loads(shape)[0] == MODEL["num_layers"] for shape in shapes)
+    tensors, wanted = (digests(run, ENDS[-1]) for run in (runs.changing, runs.whole))
+    assert tensors.keys() == wanted.keys()
+    if runs.model is EXPERTS:
+        biases = [n for n in tensors if n.startswith("model") and n.endswith("moe/bias")]
+        assert biases and all(tensors[name] == wanted[name] for name in biases)
+        assert all((run / "experts.png").exists() for run in (runs.whole, runs.changing))
+    else:
+        layers = {tensor["shape"][0] for name, tensor in tensors.items() if "stack" in name}
+        assert layers == {PIPELINED["num_layers"]}
 
-    evaluate.main(evaluate.Options(run_dir=str(changing), num_batches=2))
-    last = curve(changing)[-1]["validation_loss"]
+    evaluate.main(evaluate.Options(run_dir=str(runs.changing), num_batches=2))
     printed = float(capsys.readouterr().out.split(" loss ")[1].split()[0])
-    assert printed == pytest.approx(last, abs=1e-4)
-    generate.main(generate.Options(prompt=("abc",), run_dir=str(changing), num_tokens=8))
+    assert printed == pytest.approx(changing[-1]["validation_loss"], abs=1e-4)
+    generate.main(generate.Options(prompt=("abc",), run_dir=str(runs.changing), num_tokens=8))
     assert capsys.readouterr().out.startswith("abc")
 
 
-def test_a_resumed_pipeline_is_bitwise_the_uninterrupted(corpus, runs, tmp_path, capsys):
-    whole, broken = runs[1], tmp_path / "broken"
-    copy_run(whole, broken, ENDS[-1] - EACH)
-    main(config_of(corpus, broken, ENDS[-1], LAYOUTS[-1], "abc"))
+def test_a_resumed_run_is_bitwise_the_uninterrupted(runs, tmp_path, capsys):
+    broken = tmp_path / "broken"
+    copy_run(runs.changing, broken, ENDS[-1] - EACH)
+    main(runs.last(broken))
     assert "--- sample\nabc" in capsys.readouterr().out
-    for name in ("loss", "mtp_loss/1"):
-        assert [row[name] for row in curve(broken)] == [row[name] for row in curve(whole)]
-    assert digests(broken, ENDS[-1]) == digests(whole, ENDS[-1])
+    for name in runs.names:
+        again, before = ([row.get(name) for row in curve(run)] for run in (broken, runs.changing))
+        assert again == before
+    assert digests(broken, ENDS[-1]) == digests(runs.changing, ENDS[-1])

@@ -14,6 +14,7 @@ from maxmeg.config.schema import Config
 from maxmeg.planning.report import Collective, Compiled
 from maxmeg.planning.show.text import GIB, VERSION
 
+BALANCED = "11, 11, 11, 19 layers, balanced by cost: the most expensive has 1.49 of the mean"
 PIPELINE = ["--parallel.pipe=8", "--parallel.tensor=8"]
 
 
@@ -25,11 +26,15 @@ def test_a_layout_is_planned(capsys, tmp_path: Path):
     svg, page, data = tmp_path / "a.svg", tmp_path / "a.html", tmp_path / "a.json"
     files = [f"--timeline={svg}", f"--html={page}", f"--json={data}"]
     run("175b", "--hardware=h100x64", *PIPELINE, *files)
-    lines = capsys.readouterr().out.splitlines()
+    out = capsys.readouterr().out
+    lines = out.splitlines()
     assert lines[0] == "175b on 64 x h100"
     assert "96 layers, hidden size 12288, 96 heads, vocabulary 50257" in lines[1]
     for part in ("pipe 8 x tensor 8", "fits: ", "1F1B: 8 stages, 512 microbatches", "MFU"):
         assert any(part in line for line in lines), part
+    for block in out.split("\n\n"):
+        if block.startswith(("parameters", "activations", "communication")):
+            assert len({len(line) for line in block.splitlines()[1:]}) == 1, block
     assert ElementTree.parse(svg).getroot().tag.endswith("svg")
     assert "<h1>175b on 64 x h100</h1>" in page.read_text()
     found = json.loads(data.read_text())
@@ -45,22 +50,6 @@ def test_a_layout_is_planned(capsys, tmp_path: Path):
     assert found["pipeline"]["lost"] == dict.fromkeys(found["pipeline"]["lost"], 7.0)
 
 
-def test_stages_balanced_by_cost_are_shown(capsys):
-    run("nemotron-h-8b", "--parallel.pipe=4", "--parallel.fsdp=2")
-    stages = "11, 11, 11, 19 layers, balanced by cost: the most expensive has 1.49 of the mean"
-    assert stages in capsys.readouterr().out
-    run("nemotron-h-8b", "--parallel.pipe=4", "--parallel.chunk_layers=2,2,2,2")
-    assert "balanced" not in capsys.readouterr().out
-
-
-def test_numbers_are_aligned(capsys):
-    run("175b", "--hardware=h100x64", *PIPELINE)
-    blocks = capsys.readouterr().out.split("\n\n")
-    for block in blocks:
-        if block.startswith(("parameters", "activations", "communication")):
-            assert len({len(line) for line in block.splitlines()[1:]}) == 1, block
-
-
 def test_timeline_alone_needs_no_hardware(capsys, tmp_path: Path):
     run("175b", "--parallel.pipe=4", "--parallel.fsdp=2", f"--timeline={tmp_path}/a")
     out = capsys.readouterr().out
@@ -70,11 +59,19 @@ def test_timeline_alone_needs_no_hardware(capsys, tmp_path: Path):
     assert (tmp_path / "a").read_text().startswith("<svg")
 
 
-def test_other_schedules_are_planned(capsys):
-    run("175b", "--parallel.pipe=4", "--parallel.schedule=zero_bubble")
-    assert "Zero bubble: 4 stages" in capsys.readouterr().out
-    run("175b", "--parallel.pipe=4", "--parallel.chunks=3")
-    assert "Interleaved 1F1B: 4 stages x 3 chunks" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("name", "flags", "shown", "missing"),
+    [
+        ("175b", "pipe=4 schedule=zero_bubble", "Zero bubble: 4 stages", "balanced"),
+        ("175b", "pipe=4 chunks=3", "Interleaved 1F1B: 4 stages x 3 chunks", "balanced"),
+        ("nemotron-h-8b", "pipe=4 fsdp=2", BALANCED, "memory"),
+        ("nemotron-h-8b", "pipe=4 chunk_layers=2,2,2,2", "4 stages", "balanced"),
+    ],
+)
+def test_schedules_and_stages_are_shown(capsys, name, flags, shown, missing):
+    run(name, *(f"--parallel.{flag}" for flag in flags.split()))
+    out = capsys.readouterr().out
+    assert shown in out and missing not in out
 
 
 def test_vocabulary_of_the_tokenizer(capsys):
@@ -141,13 +138,8 @@ def test_search_ranks_and_compiles_the_best_three(capsys, tmp_path: Path, compil
 def test_flags_of_the_best_layout_give_the_same_plan(capsys, tmp_path: Path):
     run("llama3-8b", "--hardware=h100x16", "--search", f"--json={tmp_path}/a")
     best = json.loads((tmp_path / "a").read_text())
-    run(
-        "llama3-8b",
-        "--hardware=h100x16",
-        *best["settings"].pop("flags").split(),
-        "--json",
-        f"{tmp_path}/b",
-    )
+    flags = best["settings"].pop("flags").split()
+    run("llama3-8b", "--hardware=h100x16", *flags, f"--json={tmp_path}/b")
     again = json.loads((tmp_path / "b").read_text())
     assert again == best | {"layouts": []}
 
@@ -182,19 +174,12 @@ BAD = [
     (["--hardware=h100x64", "--timeline=a.svg"], ["--timeline=a.svg", "parallel.pipe=1 has none"]),
     (["--hardware=h100x64", "--json=/no/such/a.json"], ["--json=", "no folder /no/such"]),
     (["--hardware=h100x64", "--html=/"], ["--html=/ is a folder"]),
-    (
-        ["--hardware=h100x64", "--parallel.pipe=3"],
-        ["pipe=3", "3 devices or a multiple, there are 64"],
-    ),
+    (["--hardware=h100x64", "--parallel.pipe=3"], ["3 devices or a multiple, there are 64"]),
     (["--parallel.pipe=5"], ["num_layers=96", "pipe=5", "pad_layers"]),
     (["--parallel.pipe=0"], ["parallel.pipe=0"]),
     (["--parallel.pipe=128"], ["num_layers=96 cannot fill", "at most 96"]),
     (
-        [
-            "--parallel.pipe=4",
-            "--parallel.schedule=gpipe",
-            "--parallel.chunks=2",
-        ],
+        ["--parallel.pipe=4", "--parallel.schedule=gpipe", "--parallel.chunks=2"],
         ["schedule=gpipe does not support parallel.chunks=2", "one_f_one_b"],
     ),
     (

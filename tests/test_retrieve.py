@@ -168,28 +168,26 @@ SEPARATE_PROBLEMS = [
     ({"model.num_layers": 6}, r"num_layers=6 are not the two encoders .* set layers='3\(enc"),
     ({"model.num_layers": 2, "model.layers": two_encoders(1)}, "num_layers=2 with .*: set it to 4"),
     ({"model.position": Position.rotary}, "model.position=rotary is not supported with head.bienc"),
-    ({"data.query_length": 300}, "query_length=300 is longer than model.max_position=256"),
+    (
+        {"data.query_length": 300, "model.max_position": 256},
+        "query_length=300 is longer than model.max_position=256",
+    ),
     ({"model.first_layers_bf16": 1}, "bf16=1 and last_layers_bf16=0 are not supported with head"),
 ]
 
 
-@pytest.mark.parametrize(("values", "message"), SEPARATE_PROBLEMS)
-def test_bad_settings_of_two_encoders_are_refused(values, message):
-    settings = {"data.paths": "sentences", "data.tokenizer": "null:60", "model.max_position": 256}
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        *(("retrieval", *problem) for problem in PROBLEMS),
+        *(("retrieval:,separate", *problem) for problem in SEPARATE_PROBLEMS),
+        ("gpt", {"train.score_scaling": True}, r"score_scaling=true is for data\.objective=ict, r"),
+    ],
+)
+def test_bad_settings_are_refused(name, values, message):
+    settings = {"data.paths": "sentences", "data.tokenizer": "null:60"}
     with pytest.raises(ValueError, match=message):
-        check_settings(maxmeg.config("retrieval:,separate", **settings | values))
-
-
-@pytest.mark.parametrize(("values", "message"), PROBLEMS)
-def test_bad_settings_are_refused(values, message):
-    settings = {"data.paths": "sentences", "data.tokenizer": "null:60", **values}
-    with pytest.raises(ValueError, match=message):
-        check_settings(maxmeg.config("retrieval", **settings))
-
-
-def test_score_scaling_is_for_biencoders():
-    with pytest.raises(ValueError, match=r"score_scaling=true is for data\.objective=ict, r"):
-        check_settings(maxmeg.config("gpt", **{"train.score_scaling": True}))
+        check_settings(maxmeg.config(name, **settings | values))
 
 
 @SLOW

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 import short_runs
-from layouts import BATCH, assert_equal_but_rounding, mesh_of, named_gradients, tiny, tiny_state
+from layouts import assert_equal_but_rounding, batch_gradients, first_samples, tiny
 from retro_corpus import CHUNK, LENGTH, SPLIT, TOKENIZER, embed, find, write
 
 import maxmeg
@@ -23,10 +23,8 @@ from maxmeg.inference.sampling import Sampling
 from maxmeg.layers.context import Context, Source
 from maxmeg.models.lm import LM
 from maxmeg.objectives.table import OBJECTIVES
-from maxmeg.parallel.placement import local_rows, place_batch
 from maxmeg.retrieval.generation import Generator
 from maxmeg.retrieval.neighbours import Encoder, open_search
-from maxmeg.step import make_gradients
 
 TOLERANCE = 1e-5  # relative, float32: the order of sums differs
 FLOOR = 1e-9  # for gradients that are zero in exact arithmetic
@@ -50,14 +48,9 @@ def gradients(data, parallel: dict, micro_batch_size: int):
     model = MODEL | {"max_position": data.sequence_length}
     config = tiny(model, {"micro_batch_size": micro_batch_size}, **parallel)
     config.data = data
-    mesh = mesh_of(config)
-    _, abstract, state = tiny_state(config, mesh)
     samples = RetroDataset(IndexedDataset(data.paths[0]), SPLIT, 0, data, TOKENIZER, 0)
-    rows = local_rows(mesh, micro_batch_size)
-    batch = place_batch(samples.batch(np.arange(BATCH)[rows(BATCH)]), rows, mesh, BATCH)
-    function = jax.jit(make_gradients(config, mesh, abstract.model))
-    found, sums = function(state.model, batch, state.key)
-    return OBJECTIVES[data.objective].metrics(sums), named_gradients(found)
+    sums, found, *_ = batch_gradients(config, first_samples(samples.batch))
+    return OBJECTIVES[data.objective].metrics(sums), found
 
 
 @pytest.fixture(scope="module")

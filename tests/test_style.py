@@ -5,13 +5,14 @@ budget`). All rules run over the repository, and each over planted violations an
 """
 
 import ast
-import functools
 import hashlib
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import import_graph
 import pytest
+from import_graph import module_name, syntax
 
 REPOSITORY = Path(__file__).parent.parent
 Sources = dict[str, str]
@@ -88,40 +89,18 @@ def within(sources: Sources, prefixes: tuple[str, ...]) -> Sources:
 
 def walk(sources: Sources, prefixes: tuple[str, ...]) -> Iterator[tuple[str, ast.AST]]:
     for path, text in within(sources, prefixes).items():
-        for node in nodes(text, path):
+        for node in syntax(text, path):
             yield path, node
-
-
-@functools.cache
-def nodes(text: str, path: str) -> list[ast.AST]:
-    return list(ast.walk(ast.parse(text, path)))
-
-
-def module_name(path: str) -> str:
-    parts = path.removesuffix(".py").split("/")
-    parts = ["maxmeg", *parts] if parts[0] in ("configs", "kernels") else parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def imports(sources: Sources) -> Iterator[tuple[str, int, str]]:
     """(file, line, imported module of ours), those inside functions included."""
     sources = within(sources, IMPORTED)
     modules = {module_name(path) for path in sources}
-    for path, node in walk(sources, ("",)):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            package = module_name(path).split(".")
-            up = node.level - path.endswith("__init__.py")
-            above = ".".join(package[: len(package) - up]) if node.level else ""
-            base = ".".join(filter(None, [above, node.module]))
-            inside = [f"{base}.{alias.name}" for alias in node.names]
-            names = [name if name in modules else base for name in inside]
-        else:
-            continue
-        for name in dict.fromkeys(names):
+    for path, text in sources.items():
+        for line, name in import_graph.imports(path, syntax(text, path), modules):
             if name.split(".")[0] == "maxmeg" and (path, name) != FRONT_DOOR:
-                yield path, node.lineno, name
+                yield path, line, name
 
 
 def file_length(sources: Sources) -> Iterator[str]:
@@ -353,6 +332,14 @@ def test_repository_keeps(rule: Callable[[Sources], Iterator[str]], repository: 
     assert len(repository) > 10
     violations = list(rule(repository))
     assert not violations, "\n" + "\n".join(violations)
+
+
+def test_a_change_of_any_module_reaches_a_test(repository: Sources):
+    """What `pytest --affected` follows."""
+    used_by = import_graph.users(repository)
+    for path in within(repository, PACKAGE):
+        reached = import_graph.distances(used_by, [path])
+        assert any("/test_" in other for other in reached), path
 
 
 def lines(count: int) -> str:

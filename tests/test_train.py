@@ -1,19 +1,24 @@
 """Whole runs: stop and resume, several processes, other meshes, bad input, failing disks."""
 
+import contextlib
 import dataclasses
-import json
+import io
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from layouts import MLP_ONLY
+from short_runs import curve, digests, write_corpus
 
 from maxmeg import evaluate, generate
 from maxmeg.checkpoint.initialize import create_state
@@ -24,13 +29,10 @@ from maxmeg.config.model import DType, ModelConfig
 from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.schema import CheckpointConfig, Config, LogConfig, OptimConfig, TrainConfig
 from maxmeg.config.setting import with_fields
-from maxmeg.data.corpus.indexed import IndexedWriter
 from maxmeg.data.source import Datasets
 from maxmeg.data.tokenizers.load import load_tokenizer
-from maxmeg.inference.load import load_run
 from maxmeg.objectives.objective import Objective
 from maxmeg.optim.schedules import learning_rate_at
-from maxmeg.parallel.mesh import local_mesh
 from maxmeg.runtime.faults.guard import NonFiniteLoss
 from maxmeg.runtime.faults.lock import lock_folder
 from maxmeg.runtime.faults.rerun import with_rerun
@@ -40,19 +42,13 @@ from maxmeg.train import Options, Run, command, finish, main, train
 
 REPOSITORY = Path(__file__).parent.parent
 SAME_LOSS = 1e-6  # relative, of one process and several
+PRINTED = 1e-4  # half a unit of the last digit of what is printed, and its own rounding
 STEPS = 6
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> str:
-    """Prefix of 40 documents of bytes."""
-    prefix = str(tmp_path_factory.mktemp("corpus") / "text")
-    rng = np.random.default_rng(0)
-    with IndexedWriter(prefix, vocab_size=257) as writer:
-        for _ in range(40):
-            words = rng.integers(97, 103, rng.integers(200, 600))
-            writer.add_document(np.append(words, 256), [len(words) + 1])
-    return prefix
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 def small(corpus: str, run_dir, **parallel: int) -> Config:
@@ -66,7 +62,6 @@ def small(corpus: str, run_dir, **parallel: int) -> Config:
                 "hidden_size": 32,
                 "attention.num_heads": 8,
                 "dtype": DType.float32,
-                "dropout_hidden": 0.1,
             },
         ),
         data=DataConfig(paths=(corpus,), split="8,1,1", sequence_length=32),
@@ -114,18 +109,9 @@ def environment(devices: int) -> dict[str, str]:
 
 
 def losses(run_dir: Path) -> dict[int, float]:
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
+    rows = curve(run_dir)
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     return {row["step"]: row["loss"] for row in rows}
-
-
-def digests(run_dir: Path, step: int) -> dict:
-    """The checkpoint's digest of every array."""
-    path = run_dir / "checkpoints" / f"step_{step:08d}" / "manifest.json"
-    tensors = json.loads(path.read_text())["body"]["tensors"]
-    assert len(tensors) > 20
-    return tensors
 
 
 HYBRID = {"layers": "mamba,mlp gated_delta,attention,mlp", "mamba.num_heads": 4}
@@ -212,90 +198,104 @@ def test_processes_give_the_losses_of_one_process(corpus, tmp_path):
     assert len(expected) == 8
 
 
-def test_run_compiles_once_and_restores_on_other_meshes(corpus, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(scope="module")
+def finished(corpus, tmp_path_factory) -> SimpleNamespace:
+    """A run of STEPS steps, its arrays, and what it printed, compiled and copied."""
+    folder = tmp_path_factory.mktemp("finished")
     config = small(corpus, "run", data=2, fsdp=2, tensor=2)
     config.checkpoint.timeout_seconds = 77
-    run = Run(config)
-    assert run.checkpointer.processes.timeout_seconds == 77
-    run.open_data(0, {})
-    state = create_state(config, run.program.optimizer, run.program.abstract)
-    compiled, copied, compute_copy = [], [], run.program.compute_copy
-    run.program.compute_copy = lambda model: copied.append(compute_copy(model)) or copied[-1]
+    compiled, copied, printed = [], [], io.StringIO()
 
     def listen(event: str, duration_secs: float, **details: str | int) -> None:
         if details.get("fun_name") == "jit(train_step)":
             compiled.append(event.rpartition("/")[-1])
 
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    state = train(run, state, 0)
-    jax.monitoring.unregister_event_duration_listener(listen)
-    assert compiled.count("backend_compile_duration") == 1
-    assert len(copied) == STEPS // config.train.eval_every
-    assert capsys.readouterr().out.count("compiled ") == 1
-    finish(run, state)
+    with contextlib.chdir(folder), contextlib.redirect_stdout(printed):
+        run = Run(config)
+        run.open_data(0, {})
+        state = create_state(config, run.program.optimizer, run.program.abstract)
+        compute_copy = run.program.compute_copy
+        run.program.compute_copy = lambda model: copied.append(compute_copy(model)) or copied[-1]
+        jax.monitoring.register_event_duration_secs_listener(listen)
+        state = train(run, state, 0)
+        jax.monitoring.unregister_event_duration_listener(listen)
+        finish(run, state)
+    arrays = {name: np.asarray(array) for name, array in to_arrays(state).items()}
+    facts = {"compiled": compiled, "copies": len(copied), "printed": printed.getvalue()}
+    return SimpleNamespace(run=run, folder=folder / "run", arrays=arrays, **facts)
+
+
+@pytest.mark.each_commit
+def test_a_run_compiles_once(finished):
+    run = finished.run
+    assert run.checkpointer.processes.timeout_seconds == 77
+    assert finished.compiled.count("backend_compile_duration") == 1
+    assert finished.copies == STEPS // run.config.train.eval_every
+    assert finished.printed.count("compiled ") == 1
     assert run.program.train_step.jitted._cache_size() == run.program.eval_step._cache_size() == 1
-    assert (tmp_path / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
-    saved = {name: np.asarray(array) for name, array in to_arrays(state).items()}
+    assert (finished.folder / "loss.png").read_bytes().startswith(b"\x89PNG")
 
-    other = Run(small(corpus, tmp_path / "run", data=1, fsdp=1, tensor=8))
+
+def test_a_run_is_restored_on_another_mesh(finished, corpus):
+    other = Run(small(corpus, finished.folder, data=1, fsdp=1, tensor=8))
     begun = resume(other.config, other.checkpointer, other.program.abstract, "bytes")
-    step, restored = begun.step, begun.state
-    assert step == STEPS
-    assert begun.metadata["config"]["run_dir"] == str(tmp_path / "run")  # not "run"
-    for name, array in to_arrays(restored).items():
-        array, expected = np.asarray(array), saved[name]
-        if array.shape != expected.shape:  # the vocabulary's padding: all zeros
-            rows = min(len(array), len(expected))
-            assert not array[rows:].any() and not expected[rows:].any()
-            array, expected = array[:rows], expected[:rows]
-        np.testing.assert_array_equal(array, expected, err_msg=name)
+    assert begun.step == STEPS
+    assert begun.metadata["config"]["run_dir"] == str(finished.folder)  # not "run"
+    for name, array in to_arrays(begun.state).items():
+        found, expected = np.atleast_1d(array, finished.arrays[name])
+        assert not found[len(expected) :].any()  # the vocabulary's padding
+        np.testing.assert_array_equal(found[: len(expected)], expected, name)
 
-    trained = load_run(config.run_dir, mesh=local_mesh())
-    assert trained.step == STEPS
-    capsys.readouterr()
-    evaluate.main(evaluate.Options(run_dir=config.run_dir, num_batches=2))
-    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
-    printed = capsys.readouterr().out.split(" loss ")[1].split()
-    assert float(printed[0]) == pytest.approx(last["validation_loss"], abs=1e-4)
-    assert float(printed[4]) == pytest.approx(last["validation_loss_per_byte"], abs=1e-4)
+
+def test_a_run_is_evaluated_and_continues_text(finished, capsys):
+    run_dir = str(finished.folder)
+    evaluate.main(evaluate.Options(run_dir=run_dir, num_batches=2))
+    last = curve(finished.folder)[-1]
+    said = capsys.readouterr().out.split(" loss ")[1].split()
+    assert float(said[0]) == pytest.approx(last["validation_loss"], abs=PRINTED)
+    assert float(said[4]) == pytest.approx(last["validation_loss_per_byte"], abs=PRINTED)
     # The ends of documents (1 of about 400 bytes) have a loss, but are no bytes.
     assert 1 < last["validation_loss_per_byte"] / last["validation_loss"] < 1.01
-    generate.main(generate.Options(prompt=("abc",), run_dir=config.run_dir, num_tokens=8))
+    generate.main(generate.Options(prompt=("abc",), run_dir=run_dir, num_tokens=8))
     assert capsys.readouterr().out.startswith("abc")
     with pytest.raises(ValueError, match="exceed the context of 32"):
-        generate.main(generate.Options(prompt=("abc" * 20,), run_dir=config.run_dir))
+        generate.main(generate.Options(prompt=("abc" * 20,), run_dir=run_dir))
 
-    wider = small(corpus, tmp_path / "run")
-    wider.model.hidden_size = 64
-    other = small(corpus, tmp_path / "run")
-    other.data.tokenizer, other.checkpoint.load = "null:257", "auto"
-    fresh = small(corpus, tmp_path / "run")
-    fresh.checkpoint.load = "none"
-    begins = small(corpus, tmp_path / "begins")
-    begins.checkpoint.init_from, begins.model.hidden_size = "run", 64
-    for config, error in (
-        (wider, r"embedding.table has shape \(512, 32\)"),
-        (other, "vocabulary"),
-        (fresh, "already holds checkpoints"),
-        (begins, "is another model: hidden_size 32 -> 64"),
-    ):
-        for options in (Options(), Options(dry_run=True)):
-            with pytest.raises(ValueError, match=error):
-                command(config, options)
-    longer = small(corpus, tmp_path / "run")
-    longer.train.num_steps += 1
-    capsys.readouterr()
-    command(longer, Options(dry_run=True))
+
+@pytest.mark.parametrize("options", [Options(), Options(dry_run=True)], ids=["run", "dry run"])
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"model.hidden_size": 64}, r"embedding.table has shape \(512, 32\)"),
+        ({"data.tokenizer": "null:257", "checkpoint.load": "auto"}, "vocabulary"),
+        ({"checkpoint.load": "none"}, "already holds checkpoints"),
+        (
+            {"run_dir": "begins", "checkpoint.init_from": "run", "model.hidden_size": 64},
+            "is another model: hidden_size 32 -> 64",
+        ),
+    ],
+)
+def test_what_does_not_continue_a_run_is_refused(
+    finished, corpus, monkeypatch, settings, error, options
+):
+    monkeypatch.chdir(finished.folder.parent)
+    with pytest.raises(ValueError, match=error):
+        command(with_fields(small(corpus, "run"), settings), options)
+
+
+def test_a_longer_run_resumes_and_a_damaged_checkpoint_is_passed_over(
+    finished, corpus, tmp_path, capsys
+):
+    shutil.copytree(finished.folder, tmp_path, dirs_exist_ok=True)
+    config = small(corpus, tmp_path)
+    config.train.num_steps += 1
+    command(config, Options(dry_run=True))
     shown = capsys.readouterr().out
     assert f"would resume at step {STEPS}, sample" in shown and "num_steps 6 -> 7" in shown
-
-    newest = tmp_path / "run" / "checkpoints" / f"step_{STEPS:08d}" / "manifest.json"
+    newest = tmp_path / "checkpoints" / f"step_{STEPS:08d}" / "manifest.json"
     newest.write_bytes(newest.read_bytes()[:100])
-    short = small(corpus, tmp_path / "run")
-    short.train.num_steps = 3
-    capsys.readouterr()
-    main(short)
+    config.train.num_steps = 3
+    main(config)
     assert "resumed at step 3" in capsys.readouterr().out
 
 
@@ -345,7 +345,7 @@ def test_a_bad_step_changes_nothing(corpus, tmp_path, transient, monkeypatch, ca
                 expected, _ = compiled(expected, place(step, batch), controls)
     for name, array in to_arrays(expected).items():
         np.testing.assert_array_equal(to_arrays(state)[name], array, err_msg=name)
-    rows = [json.loads(x) for x in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    rows = curve(tmp_path / "run")
     assert [row["skipped"] for row in rows] == [float(i == bad and not transient) for i in range(6)]
 
 
@@ -422,14 +422,15 @@ def weighted_loss(model, h_BLD, batch, train, ctx):
 
 
 def test_data_and_a_loss_can_be_made_in_python(tmp_path):
-    config = small("", tmp_path, data=2, fsdp=2, tensor=2)
+    config = small("", tmp_path, data=2, fsdp=4)
+    config.model = with_fields(config.model, MLP_ONLY)
     source = Datasets(load_tokenizer("bytes"), Counting(), {"": Counting()})
 
     def metrics(sums):
         return {"loss": sums["loss_sum"] / sums["tokens"], "weights": sums["weights"]}
 
     main(config, source, Objective(loss=weighted_loss, metrics=metrics))
-    rows = [json.loads(row) for row in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = curve(tmp_path)
     assert [row["weights"] for row in rows] == [16 * 32 / 2] * STEPS
     losses = [row["loss"] for row in rows]
     assert losses[0] == pytest.approx(np.log(257) / 2, rel=0.1)
@@ -449,8 +450,7 @@ def test_growing_batches_compile_once_a_size(corpus, tmp_path):
     sizes = [run.schedules.batch_size(step) for step in range(STEPS)]
     assert sizes[0] == 8 and sizes[-1] == 24
     assert run.program.train_step.jitted._cache_size() == len(set(sizes))
-    rows = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(rows[-1])["consumed_samples"] == sum(sizes)
+    assert curve(tmp_path)[-1]["consumed_samples"] == sum(sizes)
 
 
 @pytest.mark.slow
@@ -462,7 +462,7 @@ def test_a_run_continues_with_twice_the_batch_where_its_samples_end(corpus, tmp_
     main(config)
     config.train.global_batch_size, config.train.num_steps = 32, 6
     main(config)
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = curve(tmp_path)
     assert [row["consumed_samples"] for row in rows] == [16, 32, 48, 80, 112, 144]
     rates = [
         learning_rate_at(before, config.optim, warmup=32, decay=160)

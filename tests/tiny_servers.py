@@ -39,6 +39,7 @@ TEMPLATE = """
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 LENGTH = 1024
+ENDLESS = {str(i): -100 for i in (256, 257, 258)}  # logit_bias: the model cannot end its reply
 SIZES = ("--lanes=4", "--slots=16", "--chunk=64")
 ENDS_WITHIN = 120  # seconds
 
@@ -83,6 +84,9 @@ class Server:
     def __init__(self, process: subprocess.Popen[str], url: str, key: str = ""):
         self.process, self.url, self.key = process, url, key
 
+    def is_running(self) -> bool:
+        return self.process.poll() is None
+
     def start(self, path: str, body=None, key: str | None = None) -> http.client.HTTPConnection:
         """Send a request, POST if it has a body."""
         connection = http.client.HTTPConnection(self.url.removeprefix("http://"), timeout=60)
@@ -107,7 +111,7 @@ class Server:
 
     def wait_until_warm(self) -> None:
         while (status := self.ask("/health").status) != 200:
-            assert status == 503 and self.process.poll() is None
+            assert status == 503 and self.is_running()
             time.sleep(0.05)
 
     def ended(self) -> tuple[int, str]:

@@ -13,9 +13,11 @@ from maxmeg.runtime.gpu_environment import absent_environment
 REPOSITORY = Path(__file__).parents[2]
 SHARED_MEMORY = 232_448  # bytes a program can have on an H100
 MIB = 2**20
-# Of a model with several lengths the longest: the others compile to the same kernels.
+# Of a model with several lengths the longest: the others compile to the same kernels. Packed Llama
+# has the heads of the plain one, chunks are bounds like a window, and 80 is tiled like 96.
 SHORTER = {f"{model}-{length}k" for model in ("gpt", "llama", "mha") for length in (2, 4, 8)}
-ATTENTION_SHAPES = [name for name in TUNED_SHAPES if name not in SHORTER]
+SIMILAR = {"llama-16k", "llama4-16k-chunks", "phi3-4k"}
+ATTENTION_SHAPES = [name for name in TUNED_SHAPES if name not in SHORTER | SIMILAR]
 
 # What programs for `output_of` begin with; their first argument is the folder of the reports.
 HEADER = """
@@ -67,6 +69,13 @@ def output_of(program: str, *arguments: str) -> list:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line[:1] in ("{", "[")]
+
+
+def selected(request) -> list[str]:
+    """Names of the rows of this module that run: no others are compiled."""
+    items = [item for item in request.session.items if item.module is request.module]
+    names = (item.callspec.params.get("name") for item in items if hasattr(item, "callspec"))
+    return list(dict.fromkeys(name for name in names if name))
 
 
 def compiled_shapes(program: str, folder: Path, names: list[str]) -> dict:

@@ -52,7 +52,6 @@ def test_jax_itself_prints_the_plugins_traceback():
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["evaluate", "--run_dir=RUN", "--num_batches=1"],
         ["generate", "--run_dir=RUN", "--prompt=a", "--num_tokens=2"],
         ["convert", "--input=RUN", "--output=RUN/exported", "--to=huggingface"],
         ["plan", "--config=llama3-8b", "--hardware=h100x8", "--parallel.fsdp=8"],

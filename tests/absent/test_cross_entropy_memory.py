@@ -15,7 +15,6 @@ ESTIMATED = 0.15  # the planner's formulas against the compiler
 EVERYTHING = {"z_loss": 1e-4, "label_smoothing": 0.1}
 # backend, words, options of the loss
 CALLS = [
-    ("tiled", 131_072, {}),
     ("tiled", 128_256, EVERYTHING),
     ("tiled", 128_256, {"z_loss": 1e-4, "softcap": 30.0}),
     ("xla", 128_256, {}),

@@ -63,7 +63,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize(
     ("name", "recipe"),
-    [*[(name, "tensorwise") for name in CASES], ("fsdp", "delayed"), ("experts", "delayed")],
+    [*[(name, "tensorwise") for name in CASES], ("fsdp", "delayed")],
 )
 def test_every_projection_makes_three_products_in_eight_bits(name, recipe: str, folder):
     report, text = compiled(name, QuantizationRecipe[recipe], folder)
@@ -78,37 +78,37 @@ def test_every_projection_makes_three_products_in_eight_bits(name, recipe: str, 
     assert not has_experts or len(kernels) >= 2 * 3 * PRODUCTS
 
 
-def test_mxfp8_multiplies_blocks(folder):
-    report, _ = compiled("fsdp", QuantizationRecipe.mxfp8, folder)
-    assert report.kernels[BLOCKS] == PRODUCTS * CASES["fsdp"][2] * LAYERS
-    report, _ = compiled("experts", QuantizationRecipe.mxfp8, folder)
-    projections = CASES["experts"][2] + 2 * 3  # experts in a first round of rows and in later ones
-    assert report.kernels[BLOCKS] >= PRODUCTS * projections * LAYERS
+def projections(name: str) -> int:
+    """Of a layer: experts' are in a first round of rows and in later ones."""
+    return CASES[name][2] + (2 * 3 if name == "experts" else 0)
+
+
+@pytest.mark.parametrize("name", ["fsdp", "experts"])
+def test_mxfp8_multiplies_blocks(name, folder):
+    report, _ = compiled(name, QuantizationRecipe.mxfp8, folder)
+    least = PRODUCTS * projections(name) * LAYERS
+    assert report.kernels[BLOCKS] >= least
+    assert name == "experts" or report.kernels[BLOCKS] == least
 
 
 def test_nvfp4_multiplies_blocks(folder):
     """Products in 16 bits rotate the operands of weight gradients: an input that several
     projections share once."""
     report, text = compiled("fsdp", QuantizationRecipe.nvfp4, folder)
-    projections, inputs = CASES["fsdp"][2], 4
-    assert report.kernels[BLOCKS] == PRODUCTS * projections * LAYERS
-    assert report.kernels["__cublas$lt$matmul"] == (projections + inputs) * LAYERS + LOGITS
+    weights, inputs = CASES["fsdp"][2], 4
+    assert report.kernels[BLOCKS] == PRODUCTS * weights * LAYERS
+    assert report.kernels["__cublas$lt$matmul"] == (weights + inputs) * LAYERS + LOGITS
     layouts = re.findall(r"f4e2m1fn\[[\d,]+\]{([^}]*)}", text)
     assert layouts and all(layout.endswith(":E(4)") for layout in layouts)  # 4 bits in memory
 
 
-def test_blockwise_multiplies_codes_and_dequantizes_none(folder):
-    report, text = compiled("fsdp", QuantizationRecipe.blockwise, folder)
-    assert report.kernels[OURS] == PRODUCTS * CASES["fsdp"][2] * LAYERS
-    assert report.kernels["__cublas$lt$matmul"] == LOGITS
-    assert multiplied(text) == {("f8e4m3fn", "f8e4m3fn")}
-    assert not dequantized(text)
-
-
-def test_blockwise_experts_multiply_codes_too(folder):
-    report, text = compiled("experts", QuantizationRecipe.blockwise, folder)
-    projections = CASES["experts"][2] + 2 * 3  # experts in a first round of rows and in later ones
-    assert report.kernels[OURS] >= PRODUCTS * projections * LAYERS
+@pytest.mark.parametrize("name", ["fsdp", "experts"])
+def test_blockwise_multiplies_codes_and_dequantizes_none(name, folder):
+    report, text = compiled(name, QuantizationRecipe.blockwise, folder)
+    least = PRODUCTS * projections(name) * LAYERS
+    assert report.kernels[OURS] >= least
+    if name == "fsdp":
+        assert report.kernels[OURS] == least and report.kernels["__cublas$lt$matmul"] == LOGITS
     assert multiplied(text) == {("f8e4m3fn", "f8e4m3fn")}
     assert not dequantized(text)
 
@@ -190,11 +190,10 @@ def test_dispatch_halves_what_is_sent_to_experts(folder):
 
 PLANS = [
     *[("fsdp", "tensorwise"), ("tensor", "tensorwise"), ("fsdp", "delayed"), ("fsdp", "blockwise")],
-    *[("experts", "tensorwise"), ("dispatch", "tensorwise")],
-    *[("experts", "delayed"), ("experts", "blockwise")],
+    *[("experts", "tensorwise"), ("dispatch", "tensorwise"), ("experts", "blockwise")],
     *[("zero1", "tensorwise"), ("fsdp", "mxfp8"), ("fsdp", "nvfp4")],
 ]
-EXACT = PLANS[:8]  # elsewhere memory is only bounded, or for B200s not yet compared
+EXACT = PLANS[:7]  # elsewhere memory is only bounded, or for B200s not yet compared
 
 
 @pytest.mark.parametrize(("name", "recipe"), PLANS)

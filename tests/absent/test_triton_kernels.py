@@ -17,7 +17,7 @@ from maxmeg.runtime.gpu_environment import absent_environment
 REPOSITORY = Path(__file__).parents[2]
 SHARED_MEMORY = 101_376  # bytes that a program can have on every GPU of capability 8.x and newer
 ARCHITECTURE = {"a100": "sm_80", "h100": "sm_90a"}
-NAMES = {"a100": ATTENTION_SHAPES[::2], "h100": ["mistral-16k-window"]}
+NAMES = {"a100": ATTENTION_SHAPES[::3], "h100": ["mistral-16k-window"]}
 CASES = [(gpu, name) for gpu, names in NAMES.items() for name in names]
 KERNELS = [f"triton_flash_{name}" for name in ("forward", "key_gradients", "query_gradient")]
 SPILLED = {("gemma-4k-softcap", KERNELS[0]): 32}  # bytes a thread at most; none elsewhere
@@ -106,32 +106,22 @@ def assembled(path: Path, architecture: str) -> str:
     """What the assembler reports, of registers and what did not fit into them."""
     files = importlib.metadata.files("nvidia-cuda-nvcc") or []
     assembler = next(file.locate() for file in files if file.name == "ptxas")
-    command = [
-        assembler,
-        "-v",
-        f"--gpu-name={architecture}",
-        path,
-        "-o",
-        path.with_suffix(".cubin"),
-    ]
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    command = f"{assembler} -v --gpu-name={architecture} {path} -o {path.with_suffix('.cubin')}"
+    done = subprocess.run(command.split(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(("gpu", "name"), CASES)
 def test_shape_compiles_within_a_program(compiled, gpu: str, name: str):
-    _, kernels = compiled[gpu, name]
+    """Temporaries are three numbers in float32 of each query and head, and the bounds: nothing is
+    copied or padded."""
+    temporaries, kernels = compiled[gpu, name]
     assert [kernel.name for kernel in kernels] == KERNELS
     for kernel in kernels:
         assert kernel.shared <= SHARED_MEMORY
         assert kernel.spilled <= SPILLED.get((name, kernel.name), 0)
         assert kernel.tensor_cores
-
-
-@pytest.mark.parametrize(("gpu", "name"), CASES)
-def test_temporaries_are_a_few_numbers_a_query(compiled, gpu: str, name: str):
-    """Three in float32, of each query and head, and the bounds; nothing is copied or padded."""
     case = TUNED_SHAPES[name]
     rows = case.batch * case.length * case.heads
-    assert compiled[gpu, name][0] <= 4 * 4 * rows + MIB
+    assert temporaries <= 4 * 4 * rows + MIB

@@ -1,5 +1,6 @@
 """What a run resumes, and `load_run` loads, beside damaged files and several processes."""
 
+import functools
 import logging
 import os
 import shutil
@@ -37,15 +38,17 @@ def config_of(step: int = 2):
     return config
 
 
-def abstract_of(step: int = 2) -> TrainState:
-    config = config_of(step)
+@functools.cache
+def abstract_of(width: int = 32) -> TrainState:
+    config = config_of(next(step for step, of_step in WIDTHS.items() if of_step == width))
     return abstract_state(config, make_optimizer(config.optim), mesh_of(config))
 
 
 def state_of(step: int) -> TrainState:
     """Every array of the abstract state filled with its step."""
     return jax.tree.map(
-        lambda a: jax.device_put(np.full(a.shape, step, a.dtype), a.sharding), abstract_of(step)
+        lambda a: jax.device_put(np.full(a.shape, step, a.dtype), a.sharding),
+        abstract_of(WIDTHS[step]),
     )
 
 
@@ -111,7 +114,8 @@ def test_no_damage_to_the_newest_manifest_stops_a_resume_or_a_load(run, caplog):
 
 def test_config_and_weights_are_of_one_checkpoint(saved, tmp_path):
     shutil.copytree(saved, tmp_path / "run")
-    assert load_run(str(tmp_path / "run")).config.model.hidden_size == 64
+    newest = open_run(tmp_path / "run").metadata
+    assert newest["step"] == 3 and newest["config"]["model"]["hidden_size"] == 64
     arrays = sorted((tmp_path / "run" / CHECKPOINTS / "step_00000003" / "arrays").rglob("c/0/0"))
     arrays[0].write_bytes(b"damaged")
     reader = open_run(tmp_path / "run")
@@ -127,11 +131,11 @@ def test_a_checkpoint_of_other_layers_names_the_first_that_differs(run):
     config.run_dir, config.model.layers = str(run), "*(mlp)"
     checkpointer = Checkpointer(run / CHECKPOINTS)
     with pytest.raises(ValueError, match=r"step 2 is of another model: layer 0 is mlp in .* there"):
-        resume(config, checkpointer, abstract_of(2), TOKENIZER)
+        resume(config, checkpointer, abstract_of(), TOKENIZER)
     config = config_of(2)
     config.run_dir, config.model.last_layers_bf16 = str(run), 1
     with pytest.raises(ValueError, match=r"bf16=1, but the checkpoint of step 2 has 0.*init_from"):
-        resume(config, checkpointer, abstract_of(2), TOKENIZER)
+        resume(config, checkpointer, abstract_of(), TOKENIZER)
 
 
 def test_a_checkpoint_of_another_optimizer_names_both(run):
@@ -239,26 +243,27 @@ def checkpointer_of(number, run, hidden: set[str]):
     return checkpointer
 
 
-def test_process_0_decides_what_every_process_resumes(run, two_processes, caplog):
-    """The listing of process 1 lacks the newest checkpoint, or all; then a manifest is damaged."""
-    for hidden, damaged in [
-        ({"step_00000002"}, None),
-        ({"step_00000001", "step_00000002"}, None),
-        (set(), 2),
-    ]:
-        if damaged:
-            manifest_of(run, damaged).write_bytes(b"")
+HIDDEN = {  # folders that process 1 does not list, step of a damaged manifest, step to resume
+    "newest": ({"step_00000002"}, None, 2),
+    "all": ({"step_00000001", "step_00000002"}, None, 2),
+    "none, newest damaged": (set(), 2, 1),
+}
 
-        def work(number, hidden=hidden):
-            checkpointer = checkpointer_of(number, run, hidden)
-            return resume(config_of(), checkpointer, abstract_of(), TOKENIZER)
 
-        expected = 1 if damaged else 2
-        assert [(begun.step, begun.metadata["step"]) for begun in two_processes(work)] == [
-            (expected, expected)
-        ] * 2
+@pytest.mark.parametrize("case", HIDDEN)
+def test_process_0_decides_what_every_process_resumes(run, two_processes, caplog, case):
+    hidden, damaged, expected = HIDDEN[case]
+    if damaged:
+        manifest_of(run, damaged).write_bytes(b"")
+
+    def work(number):
+        checkpointer = checkpointer_of(number, run, hidden)
+        return resume(config_of(), checkpointer, abstract_of(), TOKENIZER)
+
+    resumed = [(begun.step, begun.metadata["step"]) for begun in two_processes(work)]
+    assert resumed == [(expected, expected)] * 2
     damage = [record for record in caplog.records if "DAMAGED" in record.getMessage()]
-    assert len(damage) == 1  # told once, by process 0
+    assert len(damage) == (damaged is not None)  # told once, by process 0
 
 
 def test_errors_reach_all_processes_and_keep_them_aligned(run, two_processes):

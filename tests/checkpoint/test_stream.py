@@ -75,9 +75,10 @@ def block_bytes(request, monkeypatch):
     monkeypatch.setattr(stream, "FILE_BYTES", request.param[1])
 
 
-def test_the_manager_restores_what_was_streamed(tmp_path, block_bytes):
+def test_the_reader_and_the_manager_restore_what_was_streamed(tmp_path, block_bytes):
     values = arrays()
     write_all(tmp_path / "streamed", values, order=lambda indices: indices[::-1])
+    check_reader(tmp_path / "streamed", values)
     checkpointer = Checkpointer(tmp_path / "streamed")
     assert checkpointer.steps() == [3]
     tree = as_tree(values)
@@ -93,12 +94,6 @@ def test_the_manager_restores_what_was_streamed(tmp_path, block_bytes):
     assert tensors[0] == tensors[1]
     by_orbax = restored_by_orbax(tmp_path / "streamed" / "step_00000003" / "arrays")
     jax.tree.map(assert_same_bits, by_orbax, tree)
-
-
-def test_reads_its_own_checkpoints(tmp_path, block_bytes):
-    values = arrays()
-    write_all(tmp_path, values)
-    check_reader(tmp_path, values)
 
 
 def check_reader(folder, values):
@@ -137,7 +132,7 @@ def test_a_chunk_with_its_index_behind_it_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("spec", [P(), P(None, "x"), P("y", "x")])
-def test_reads_what_the_manager_wrote(tmp_path, spec, monkeypatch):
+def test_the_reader_and_orbax_restore_what_the_manager_wrote(tmp_path, spec, monkeypatch):
     """However the arrays lay on devices and were cut into files."""
     monkeypatch.setattr(storage, "CHUNK_BYTES", 64)
     mesh = jax.make_mesh((2, 3), ("x", "y"), axis_types=(AxisType.Auto,) * 2,
@@ -156,6 +151,8 @@ def test_reads_what_the_manager_wrote(tmp_path, spec, monkeypatch):
     checkpointer = Checkpointer(tmp_path)
     assert checkpointer.save(3, tree, {"note": [1, None]}) and checkpointer.wait()
     check_reader(tmp_path, values)
+    by_orbax = restored_by_orbax(tmp_path / "step_00000003" / "arrays")
+    jax.tree.map(assert_same_bits, by_orbax, as_tree(values))
 
 
 # Of a piece of 80 bytes, and of 6 layers of 5 experts: bytes of a file, (layers, experts) of one.

@@ -32,11 +32,9 @@ WRONG = {
     'config.data = {"paths": ["a", 1]}': "data.paths[1]=1 (int): expected a string",
     "config.model = 3": "model=3 (int): expected a section of named fields",
     "config.seed = placeholder(int)": "seed is None or an unset placeholder: set it, or leave it",
-    'config.model = {"num_layers": required_placeholder(int)}': "model.num_layers is None or an",
     "config.model = required_placeholder(int)": "model is None or an unset placeholder",
     'config.optim = {"lr": lambda step: 3e-4}': "optim.lr is the callable <lambda>: write a number",
     'config.model = {"dtype": ml_dtypes.bfloat16}': "model.dtype is the callable bfloat16: write",
-    "config.model = dict": "model is the callable dict: write a number, true or false, a list, or",
     "config.model = config": "a section of the ConfigDict contains itself",
     'config.model = ConfigDict({"optim.lr": 3}, allow_dotted_keys=True)': "unknown field model.opt",
 }
@@ -76,7 +74,7 @@ def test_sections_references_names_and_lists(load):
     assert load("") == load("config.encoder = None") == Config()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.sets(st.sampled_from(sorted(DEFAULTS)), max_size=30), st.booleans())
 def test_a_config_dict_of_any_settings_is_the_config(paths, frozen):
     """Numbers, texts, booleans, names and lists that are not the defaults."""

@@ -130,11 +130,8 @@ def test_only_changed_settings_are_printed(tmp_path, capsys):
 def test_yaml_reads_part_of_a_config_and_plain_exponents(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("optim: {lr: 3e-4, eps: 1.0e-8}\ntrain: {num_steps: 1e3}\nmodel:\n")
-    config = files.load(path)
-    assert config.optim.lr == 3e-4 and config.train.num_steps == 1000
-    assert config.model == Config().model
-    path.write_text("")
-    assert files.load(path) == Config()
+    expected = {"optim.lr": 3e-4, "train.num_steps": 1000}
+    assert files.load(path) == with_fields(Config(), expected)
 
 
 @pytest.mark.parametrize(
@@ -144,10 +141,7 @@ def test_yaml_reads_part_of_a_config_and_plain_exponents(tmp_path):
         ("lr: 3", "unknown field lr: did you mean optim.lr"),
         ("model: {num_layers: 2.5}", "model.num_layers=2.5 .float.: expected a whole number"),
         ("model: {num_layers: true}", "expected a whole number"),
-        (
-            "model: {attention: {bias_qkv: 1}}",
-            "model.attention.bias_qkv=1 .int.: expected true or false",
-        ),
+        ("model: {attention: {bias_qkv: 1}}", "bias_qkv=1 .int.: expected true or false"),
         ("model: {norm: rmsnrm}", "one of rmsnorm, layernorm; did you mean rmsnorm"),
         ("optim: {lr: .nan}", "expected a finite number"),
         (f"optim: {{lr: 1{'0' * 400}}}", "expected a finite number"),
@@ -172,7 +166,7 @@ def test_yaml_mistakes_are_named(tmp_path, text, message):
         files.load(path)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_a_damaged_yaml_file_is_a_config_or_one_line(tmp_path_factory, data):
     """Bytes of a saved config are taken out, put in and replaced, by signs of YAML's syntax."""
@@ -223,25 +217,11 @@ def test_options_of_a_command(config_file):
     ("argument", "message"),
     [
         ("--config.model.num_layer=3", "did you mean --model.num_layers"),
-        ("--config.model=3", "model is a section"),
-        ("--config.optim.lr=abc", "optim.lr='abc'"),
-        ("--config.optim.decay=cosin", "did you mean cosine"),
         ("--config.seed", "write --config.seed=VALUE"),
-        ("--optim.lr", "write --optim.lr=VALUE"),
-        ("train.num_step=3", "did you mean --train.num_steps[?]"),
         ("--noseed", "unknown flag --noseed: did you mean --seed"),
-        ("--config.optim.learning_rate=1", "optim.learning_rate: did you mean --optim.lr[?]"),
-        ("--config.batch_size=8", "did you mean --train.global_batch_size[?]"),
-        ("--config.data.seq_length=8", "did you mean --data.sequence_length[?]"),
-        ("--config.model.n_layer=8", "did you mean --model.num_layers[?]"),
         ("--config.model.dropout=0", "did you mean --model.dropout_hidden[?]"),
-        ("--max_steps=8", "unknown flag --max_steps: did you mean --train.num_steps[?]"),
         ("--candidates=8", "unknown flag --candidates: see --help"),
-        ("--num-layers", "here it is --model.num_layers"),
         ("--fp4-recipe=nvfp4", "here it is --train.quantization.recipe"),
-        ("--promt=x", "unknown flag --promt: did you mean --prompt"),
-        ("extra", "unexpected argument 'extra'"),
-        ("--top_k=x", "top_k='x'"),
     ],
 )
 def test_mistakes_on_the_command_line(config_file, argument, message):
@@ -261,7 +241,6 @@ def test_mistakes_in_the_config_file(config_file, tmp_path):
         "elsewhere/gpt.py": "no config file elsewhere/gpt.py .*did you mean gpt[?]",
         "configs/gtp.py": "no config file configs/gtp.py .*did you mean configs/gpt.py[?]",
         "configs/gpt": "no built-in .* or .py file .*did you mean --config=configs/gpt.py[?]",
-        "configs/gpt.py:llama4-8b": "did you mean llama3-8b",
         "runs/none": "no built-in configuration, architecture, run folder, .yaml or .py file",
         "llama3-8b:x": "no built-in configuration",
         "gtp": r"did you mean gpt\? And no architecture is named .gtp.*for --config are bert",
@@ -270,10 +249,7 @@ def test_mistakes_in_the_config_file(config_file, tmp_path):
     sources = {
         "syntax.py": ("def get_config(:\n", "syntax.py:1: SyntaxError: invalid syntax"),
         "none.py": ("x = 1\n", "none.py defines no get_config"),
-        "other.py": (
-            "def get_config():\n    return 3\n",
-            "other.py: .* returned int: return a maxm",
-        ),
+        "other.py": ("def get_config():\n    return 3\n", "returned int: return a maxm"),
         "name.py": ("\nlearning_rate\n", "name.py:2: NameError: name 'learning_rate' is not"),
         "open.py": ("open('/none')\n", "No such file or directory: '/none'"),
     }
@@ -284,8 +260,6 @@ def test_mistakes_in_the_config_file(config_file, tmp_path):
         with pytest.raises((ValueError, OSError), match=message) as raised:
             flags.parse(["prog", f"--config={value}"])
         assert is_for_user(raised.value), value
-    with pytest.raises(ValueError, match="no --config: name a run"):
-        flags.parse(["prog"])
 
 
 def test_what_config_names(config_file, tmp_path, monkeypatch):
@@ -367,10 +341,7 @@ def test_user_errors_are_one_line_and_bugs_keep_their_traceback(config_file, cap
 @pytest.mark.parametrize(
     ("argument", "shown"),
     [
-        (
-            "--config.run_dir={file}/runs/x",
-            "--run_dir={file}/runs/x: Not a directory ({file}/",
-        ),
+        ("--config.run_dir={file}/a/x", "--run_dir={file}/a/x: Not a directory ({file}/"),
         ("--run_dir={file}", "--run_dir={file}: File exists;"),
     ],
 )
@@ -391,12 +362,8 @@ def test_names_of_other_frameworks_are_of_fields_that_exist():
 @pytest.mark.parametrize(
     ("name", "shown"),
     [
-        (
-            "meta-llama/Llama-3.1-8B",
-            "hf download meta-llama/Llama-3.1-8B --local-dir Llama-3.1-8B &&",
-        ),
+        ("meta-llama/Llama-3", "hf download meta-llama/Llama-3 --local-dir Llama-3 &&"),
         ("runs/none", ""),
-        ("tests/gpt", ""),
         ("/a/b", ""),
         ("a/b/c", ""),
     ],
@@ -424,9 +391,7 @@ def test_saved_config_restarts_a_run_in_a_fresh_process(tmp_path):
     command = [sys.executable, "-c", program, "--config=config.yaml", "--seed=7"]
     environment = {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
     subprocess.run(command, cwd=tmp_path, env=environment, check=True)
-    expected = changed()
-    expected.seed = 7
-    assert files.load(tmp_path / "again.yaml") == expected
+    assert files.load(tmp_path / "again.yaml") == dataclasses.replace(changed(), seed=7)
 
 
 def test_reference_is_current():

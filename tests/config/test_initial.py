@@ -30,12 +30,9 @@ def test_changes_of_a_model_are_listed(position):
 
 def test_mtp_layers_can_be_added_and_removed():
     saved = with_fields(SAVED, {"mtp.num_layers": 2, "mtp.loss_weight": 0.3})
-    assert changes(saved, with_fields(saved, {"mtp.num_layers": 3}), "m") == [
-        "mtp.num_layers 2 -> 3"
-    ]
-    assert changes(saved, with_fields(saved, {"mtp.num_layers": 1}), "m") == [
-        "mtp.num_layers 2 -> 1"
-    ]
+    for number in (3, 1):
+        wanted = with_fields(saved, {"mtp.num_layers": number})
+        assert changes(saved, wanted, "m") == [f"mtp.num_layers 2 -> {number}"]
     assert changes(saved, saved.without_mtp(), "m") == ["mtp.num_layers 2 -> 0"]
 
 

@@ -75,7 +75,6 @@ BAD = [
         T5 + "model.layers=encoder_attention,encoder_mlp encoder_norm *(attention,cross,moe)",
         "has moe in an encoder-decoder | use these",
     ),
-    (RETRO + "*(attention,chunked_cross,mlp)", "cross attention without a memory | encoder_norm"),
     (RETRO + f"*({ENCODER}) encoder_norm", "has an encoder that nothing reads"),
     (RETRO + f"chunked_cross,mlp {ENCODER} encoder_norm *(mlp)", "before the first chunked_cross"),
     (RETRO + f"{ENCODER} encoder_norm *(chunked_cross,moe)", "has moe in an | chunked_cross, mlp"),
@@ -86,7 +85,6 @@ BAD = [
     (PAIRED + "data.objective=retro", "objective=retro cannot train | span_corruption, seq2seq"),
     (CHUNKED + "model.position=relative", "position=relative is for encoder-decoders"),
     (CHUNKED + "parallel.context=4; parallel.fsdp=1", "=256 into 8 pieces | a multiple of 512"),
-    (CHUNKED + "parallel.context=2; parallel.context_chunks=4", "encoder-decoder has two"),
     (CHUNKED + "parallel.tensor=3; parallel.fsdp=1", "1024 tokens of a sample's neighbours"),
     ("model.position=relative", "position=relative is for encoder-decoders | rotary, learned"),
     (PAIRED + "data.objective=seq2seq; data.paths=", "data.paths=SOURCE,TARGET"),
@@ -126,9 +124,7 @@ BAD = [
         "hidden_size=128 | num_heads=5 | 1, 2, 4, 8 | attention.head_dim",
     ),
     ("model.attention.num_heads=0", "num_heads=0 | choose num_heads in 1, 2, 4"),
-    ("model.attention.num_heads=-4", "num_heads=-4 | choose num_heads in 1, 2, 4"),
     ("model.attention.num_kv_heads=3", "num_heads=4 | num_kv_heads=3 | in 1, 2, 4"),
-    ("model.attention.num_kv_heads=8", "num_heads=4 | num_kv_heads=8 | in 1, 2, 4"),
     ("model.attention.num_kv_heads=-1", "num_kv_heads=-1 | in 1, 2, 4"),
     ("model.rotary.fraction=0.01", "rotary.fraction=0.01 | head size 32 | raise it"),
     ("model.parallel_norms=true", "parallel_norms=true needs | *(attention+mlp)"),
@@ -136,7 +132,6 @@ BAD = [
         "model.recompute=selective,atention_lse",
         "'atention_lse' is neither | nearest are attention_lse | query, key, value",
     ),
-    ("model.recompute=none", "'none' is neither a policy (minimal, selective, full)"),
     (
         "model.parallel_norms=true; model.layers=*(attention+mlp); model.norm_place=post",
         "parallel_norms=true has no effect with norm_place=post",
@@ -171,7 +166,6 @@ BAD = [
     ),
     ("model.attention.window=8", "attention.window=8: no layer | the mixer local"),
     ("model.moe.top_k=3; model.moe.z_loss=0.1", "moe.top_k=3, model.moe.z_loss=0.1: no"),
-    ("model.layers=*(attention,mpl)", "unknown mixer 'mpl' | did you mean mlp"),
     (
         "model.layers=*-*-|*-*-|; model.num_layers=8; parallel.pipe=2",
         "names 3 pipeline chunks | are 2",
@@ -297,11 +291,9 @@ BAD_ON_8_DEVICES = [
     ("parallel.tensor=3", "tensor=3 | there are 8 | product | fsdp=0"),
     ("parallel.data=4; parallel.fsdp=1", "data=4 | there are 8 | product"),
     ("parallel.fsdp=1", "mesh of size 1 | there are 8 | product"),
-    ("parallel.data=16", "data=16 | there are 8 | product"),
     ("parallel.data=0", "parallel.data=0 | at least 1"),
     ("parallel.fsdp=-1", "parallel.fsdp=-1 | at least 1"),
     ("train.global_batch_size=30", "=30 | divisible by 8 | fsdp 8 | 24 and 32"),
-    ("train.global_batch_size=5", "=5 | divisible by 8 | 8 and"),
 ]
 
 

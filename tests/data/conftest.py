@@ -1,4 +1,4 @@
-"""Tiny corpora and vocabularies, made on the spot."""
+"""Tiny corpora, made on the spot; chat templates that render without a new process."""
 
 import json
 import logging
@@ -6,6 +6,7 @@ import logging
 import numpy as np
 import pytest
 
+from maxmeg.data.chat import template, template_child
 from maxmeg.data.corpus.indexed import IndexedWriter
 
 
@@ -27,6 +28,17 @@ def s3():
         yield host, port
         s3fs.S3FileSystem.clear_instance_cache()
     server.stop()
+
+
+@pytest.fixture
+def renders_here(monkeypatch) -> None:
+    """Chat templates render in this process; tests/inference/test_chat.py tests the other one."""
+
+    def run_child(request: dict, source: str) -> dict:
+        monkeypatch.setattr(template_child.Generation, "seen", False)
+        return json.loads(json.dumps(template_child.render(json.loads(json.dumps(request)))))
+
+    monkeypatch.setattr(template, "run_child", run_child)
 
 
 @pytest.fixture

@@ -8,9 +8,17 @@ import pytest
 
 import maxmeg
 from maxmeg.data.corpus.indexed import IndexedDataset
+from maxmeg.data.prepare import standard_library as module
 from maxmeg.data.prepare.standard_library import source_files, standard_library
 
 ROOT = Path(maxmeg.__file__).parents[1]
+
+
+@pytest.fixture
+def few_files(monkeypatch) -> None:
+    """The corpus is made of a few files of the standard library."""
+    files = source_files()[:9]
+    monkeypatch.setattr(module, "source_files", lambda: files)
 
 
 def test_order_is_fixed_and_mixed():
@@ -36,7 +44,7 @@ def test_processes_that_start_at_once_agree(tmp_path):
     command = [sys.executable, "-c", code, str(tmp_path / "cache")]
     runs = [
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
-        for _ in range(3)
+        for _ in range(2)
     ]
     counts = set()
     for run in runs:
@@ -47,14 +55,14 @@ def test_processes_that_start_at_once_agree(tmp_path):
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["standard_library-bytes"]
 
 
-def test_a_damaged_cache_is_named(tmp_path):
+def test_a_damaged_cache_is_named(tmp_path, few_files):
     prefix = standard_library(tmp_path, "bytes")
     Path(prefix + ".bin").write_bytes(b"short")
     with pytest.raises(ValueError, match=r"python_text_document\.bin has 5 bytes"):
         standard_library(tmp_path, "bytes")
 
 
-def test_another_tokenizer_is_another_folder(tmp_path, vocabularies):
+def test_another_tokenizer_is_another_folder(tmp_path, vocabularies, few_files):
     one = standard_library(tmp_path, "bytes")
     two = standard_library(tmp_path, vocabularies["tiktoken"])
     assert Path(one).parent != Path(two).parent

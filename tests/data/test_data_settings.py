@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from maxmeg.config.data import DataConfig, DataOrder
+from maxmeg.config.data import DataConfig, DataOrder, Objective, Packing, TooLong
 from maxmeg.config.schema import Config
 from maxmeg.config.validate import validate
 from maxmeg.data.build import (
@@ -20,6 +20,9 @@ from maxmeg.data.build import (
 from maxmeg.optim.schedules import Schedules
 
 ORDERS = list(DataOrder)
+MOCK = {"mock": True}
+SFT = {"objective": Objective.sft, "paths": ("chats.jsonl",)}
+FIM = {"paths": ("a",), "fim_rate": 1.0, "fim_tokens": ("257", "258", "259", "260")}
 
 
 @pytest.fixture
@@ -138,7 +141,7 @@ def test_samples_depend_only_on_seed_and_corpus(three, order):
     assert not np.array_equal(opened(config, 0, 90, seed=4).batch(np.arange(90))["tokens"], whole)
 
 
-def test_sets_without_documents_are_explained(three):
+def test_sets_without_documents_are_explained(three, tmp_path):
     for items in (("a", "c"), ("1", "a", "1", "c")):
         config = settings(three, items, split="90,10")
         with pytest.raises(ValueError, match=r"no sequence for validation \(.*/c has 3\): give"):
@@ -146,9 +149,6 @@ def test_sets_without_documents_are_explained(three):
     assert opened(settings(three, ("c",), split="90,10"), 1, 10) is None
     with pytest.raises(ValueError, match="no sequence for train"):
         opened(settings(three, ("c",), split="0,10"), 0, 10)
-
-
-def test_sets_without_training_are_explained(three, tmp_path):
     (tmp_path / "blend").write_text(json.dumps({"valid": [three["a"]]}))
     with pytest.raises(ValueError, match=r"data.blend=.*blend has no training set"):
         opened(settings(three, blend=str(tmp_path / "blend")), 0)
@@ -205,14 +205,27 @@ def test_samples_that_a_run_asks_for():
         ({"validate_each": True}, "data.validate_each=True needs data.validation_paths"),
         ({"test_paths": ("b",)}, "data.test_paths without data.train_paths"),
         ({"blend_surplus": -0.1}, "data.blend_surplus=-0.1 must be at least 0"),
+        (MOCK | {"paths": ("a",)}, "data.paths and data.mock both name corpora"),
+        (MOCK | {"train_paths": ("a",)}, "data.mock and data.train_paths both name corpora"),
+        (MOCK | {"packing": Packing.greedy}, "data.mock=True is for data.objective=gpt"),
+        (MOCK | {"objective": Objective.sft}, "data.mock=True is for data.objective=gpt"),
+        ({"objective": Objective.sft}, "needs chats: set data.paths=FILE.jsonl"),
+        ({"objective": Objective.sft, "blend": "x.yaml"}, "data.blend is for .bin/.idx files"),
+        (SFT | {"eod_mask_loss": True}, "data.eod_mask_loss=True is for samples"),
+        ({"packing": Packing.greedy, "reset_attention_mask": True}, "keep documents apart"),
+        ({"too_long": TooLong.truncate}, "data.too_long=truncate has no effect"),
+        ({"chat_template": "x"}, "data.chat_template=x has no effect"),
+        (FIM | {"fim_rate": 1.5}, r"data\.fim_rate=1\.5 must be at least 0 and at most 1"),
+        (FIM | {"fim_spm_rate": float("nan")}, r"data\.fim_spm_rate=nan must be at least 0"),
+        (FIM | {"fim_rate": 0.0}, r"data\.fim_tokens=.* has no effect without data\.fim_rate"),
+        (FIM | {"fim_tokens": ()}, r"data\.fim_rate=1\.0 needs data\.fim_tokens"),
+        (FIM | {"fim_fragment_rate": 0.9}, r"without data\.fim_split"),
+        (FIM | {"objective": Objective.sft}, r"fim_rate=1\.0 is for samples that are cut"),
     ],
 )
-def test_settings_that_exclude_each_other(changes, message):
-    config = Config()
-    for name, value in changes.items():
-        setattr(config.data, name, value)
+def test_settings_that_do_not_fit(changes, message):
     with pytest.raises(ValueError, match=message):
-        validate(config, 1)
+        validate(Config(data=DataConfig(**changes)), 1)
 
 
 def test_megatrons_order_takes_its_seeds_alone():

@@ -7,9 +7,7 @@ import numpy as np
 import pytest
 from tokenizer_files import folder
 
-from maxmeg.config.data import DataConfig, DataOrder, Objective
-from maxmeg.config.schema import Config
-from maxmeg.config.validate import validate
+from maxmeg.config.data import DataConfig, DataOrder
 from maxmeg.data.build import build_dataset, open_corpus
 from maxmeg.data.samples.fim import Fim, FimRules, sentinel_ids
 from maxmeg.data.tokenizers.load import load_tokenizer
@@ -149,20 +147,3 @@ def test_special_tokens_leave_the_text(tmp_path):
 def test_unknown_tokens_are_refused(names, error):
     with pytest.raises(ValueError, match=error):
         sentinel_ids(names, load_tokenizer("bytes"), 300)
-
-
-@pytest.mark.parametrize(
-    ("changes", "error"),
-    [
-        ({"fim_rate": 1.5}, r"data\.fim_rate=1\.5 must be at least 0 and at most 1"),
-        ({"fim_spm_rate": float("nan")}, r"data\.fim_spm_rate=nan must be at least 0"),
-        ({"fim_rate": 0.0}, r"data\.fim_tokens=.* has no effect without data\.fim_rate"),
-        ({"fim_tokens": ()}, r"data\.fim_rate=1\.0 needs data\.fim_tokens"),
-        ({"fim_fragment_rate": 0.9}, r"without data\.fim_split"),
-        ({"objective": Objective.sft}, r"fim_rate=1\.0 is for samples that are cut"),
-    ],
-)
-def test_settings_that_do_not_fit(make_corpus, changes, error):
-    config = Config(data=settings(make_corpus, **changes))
-    with pytest.raises(ValueError, match=error):
-        validate(config, 1)

@@ -59,9 +59,10 @@ def test_splits_share_no_document_and_later_ones_keep_order(make_corpus):
     assert not (np.diff(seen[0].ravel()) >= 0).all()
 
 
-@pytest.mark.parametrize("segments", [False, True])
-@pytest.mark.parametrize("positions", [False, True])
-@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize(
+    ("segments", "positions", "mask"),
+    [(False, False, False), (True, True, False), (True, False, True), (False, True, True)],
+)
 def test_document_masks_follow_the_settings(make_corpus, segments, positions, mask):
     rules = DocumentRules(EOD, positions, segments, mask)
     dataset = open_dataset(make_corpus(documents(60)), rules=rules)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from maxmeg.data.corpus.indexed import DTYPES, IndexedDataset, IndexedWriter
 
 DOCUMENTS = [[[1, 2, 3], [4]], [], [[500, 600]], [[7, 8, 9, 10]]]
-FLIPS = 4_000
+FLIPS = 2_000
 
 
 def golden_index(code: int, itemsize: int) -> bytes:

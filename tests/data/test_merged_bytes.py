@@ -32,14 +32,14 @@ ODD = [code for code in ODD if unicodedata.category(chr(code)) != "Cn"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """GPT-2's files of a vocabulary of 2,000, and the texts it was trained on."""
-    texts = [path.read_text("utf-8", "replace") for path in source_files()[:40]]
+    """GPT-2's files of a vocabulary of 1,000."""
+    texts = [path.read_text("utf-8", "replace") for path in source_files()[:20]]
     model = tokenizers.Tokenizer(models.BPE())
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.train_from_iterator(
         texts,
         trainers.BpeTrainer(
-            vocab_size=2000, show_progress=False, special_tokens=["<|endoftext|>"],
+            vocab_size=1000, show_progress=False, special_tokens=["<|endoftext|>"],
             initial_alphabet=LETTERS,
         ),
     )  # fmt: skip
@@ -59,12 +59,17 @@ def splitter(pattern: str) -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence([split, plain])
 
 
+def library_tokenizer(folder, pattern: str) -> tokenizers.Tokenizer:
+    names = [str(folder / name) for name in ("vocab.json", "merges.txt")]
+    model = tokenizers.Tokenizer(models.BPE.from_file(*names))
+    model.pre_tokenizer = splitter(pattern)
+    return model
+
+
 @pytest.fixture(scope="module", params=list(PATTERNS))
 def both(request, folder):
     """The library's encoding and the fast one, of a tokenizer.json with every way to split."""
-    names = [str(folder / name) for name in ("vocab.json", "merges.txt")]
-    model = tokenizers.Tokenizer(models.BPE.from_file(*names))
-    model.pre_tokenizer = splitter(request.param)
+    model = library_tokenizer(folder, request.param)
     fast = of_tokenizer_json(model.to_str().encode())
     assert fast is not None
     return lambda text: model.encode(text).ids, fast
@@ -88,16 +93,14 @@ def test_texts_are_encoded_the_same(both, text):
     assert fast(text) == slow(text)
 
 
-@pytest.mark.parametrize("repeated", ["a", " ", ".", "é", " \n", "ab1", "'", "the "])
+@pytest.mark.parametrize("repeated", ["a", " ", "é", " \n", "the "])
 def test_runs_are_encoded_the_same(both, repeated):
     slow, fast = both
     assert fast(repeated * 5000) == slow(repeated * 5000)
 
 
 def test_texts_that_only_the_library_knows_are_left_to_it(folder):
-    names = [str(folder / name) for name in ("vocab.json", "merges.txt")]
-    model = tokenizers.Tokenizer(models.BPE.from_file(*names))
-    model.pre_tokenizer = splitter(GPT2)
+    model = library_tokenizer(folder, GPT2)
     model.normalizer = tokenizers.normalizers.NFC()
     model.add_special_tokens(["<|user|>"])
     model.add_tokens([tokenizers.AddedToken("e\u0301t", normalized=True)])
@@ -123,27 +126,22 @@ def test_texts_that_only_the_library_knows_are_left_to_it(folder):
     ],
 )
 def test_other_tokenizers_are_refused(folder, changed):
-    names = [str(folder / name) for name in ("vocab.json", "merges.txt")]
-    model = tokenizers.Tokenizer(models.BPE.from_file(*names))
-    model.pre_tokenizer = splitter(GPT2)
-    settings = json.loads(model.to_str())
+    settings = json.loads(library_tokenizer(folder, GPT2).to_str())
     for name, value in changed.items():
         settings[name] = settings[name] | value if name == "model" else value
     assert of_tokenizer_json(json.dumps(settings).encode()) is None
 
 
-def test_bytes_that_are_no_token_are_told_by_their_characters():
+@pytest.mark.parametrize("byte", [0x2D, 0x80, 0xC1, 0xC2, 0xE0, 0xF0, 0xF4, None])
+def test_bytes_that_are_no_token_are_told_by_their_characters(byte):
     letters = byte_letters()
-    always = needs_library(letters)
-    assert always is not None and always[0x378] and not always[[0x41, 0xE9, 0x6771, 0x1F389]].any()
-    for byte in (0x2D, 0x80, 0xC1, 0xC2, 0xE0, 0xF0, 0xF4):
-        actual = needs_library(letter for letter in letters if letters[letter] != byte)
-        if byte == 0x80:
-            assert actual is None
-            continue
-        assert actual is not None
-        for code in ODD:
-            assert actual[code] == (byte in chr(code).encode("utf-8"))
+    actual = needs_library(letter for letter in letters if letters[letter] != byte)
+    if byte == 0x80:
+        assert actual is None
+        return
+    assert actual is not None and actual[0x378]  # no version of Unicode has this one
+    for code in ODD:
+        assert actual[code] == (byte in chr(code).encode("utf-8") if byte else False)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -171,19 +169,20 @@ def test_lists_of_any_kind_give_the_same_ids_or_none(seed):
 
 
 @pytest.mark.parametrize(
-    ("merges", "changes"),
+    ("merges", "changes", "is_known"),
     [
-        ("b c\na b\nab c\n", {}),  # `abc` is never made: b c comes first
-        ("a b\nab c\n", {"ab": 999}),  # by id, ab comes after abc
-        ("a b c\n", {}),
+        ("#version: 0.2\na b\nab c\n", {}, True),
+        ("b c\na b\nab c\n", {}, False),  # `abc` is never made: b c comes first
+        ("a b\nab c\n", {"ab": 999}, False),  # by id, ab comes after abc
+        ("a b c\n", {}, False),
+        ("", {LETTERS[-1]: None}, False),  # no token of the byte 0xAD
     ],
 )
-def test_lists_that_training_does_not_make_are_refused(merges, changes):
-    ids = {token: i for i, token in enumerate([*LETTERS, "ab", "bc", "abc"])}
-    assert of_gpt2(json.dumps(ids).encode(), b"#version: 0.2\na b\nab c\n") is not None
-    assert of_gpt2(json.dumps(ids | changes).encode(), merges.encode()) is None
-    few = {token: i for token, i in ids.items() if token != LETTERS[-1]}  # the byte 0xAD
-    assert of_gpt2(json.dumps(few).encode(), b"") is None
+def test_lists_that_training_does_not_make_are_refused(merges, changes, is_known):
+    ids = {token: i for i, token in enumerate([*LETTERS, "ab", "bc", "abc"])} | changes
+    vocabulary = {token: i for token, i in ids.items() if i is not None}
+    actual = of_gpt2(json.dumps(vocabulary).encode(), merges.encode())
+    assert (actual is not None) == is_known
 
 
 def test_long_texts_are_encoded_by_it(folder, monkeypatch):

@@ -3,9 +3,7 @@
 import pickle
 
 import numpy as np
-import pytest
 
-from maxmeg.config.data import Objective, Packing
 from maxmeg.config.schema import Config
 from maxmeg.config.validate import validate
 from maxmeg.data.build import build_dataset, build_validation, open_corpus
@@ -46,21 +44,3 @@ def test_a_run_reads_it_without_files(tmp_path):
     assert parts == [(0, 33_333), (33_333, 66_667), (66_667, 100_000)]
     assert list(build_validation(config.data, prefixes, tokenizer, 1234)) == [""]
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    "changes, words",
-    [
-        ({"paths": ("a",)}, "data.paths and data.mock both name corpora"),
-        ({"train_paths": ("a",)}, "data.mock and data.train_paths both name corpora"),
-        ({"packing": Packing.greedy}, "data.mock=True is for data.objective=gpt"),
-        ({"objective": Objective.sft}, "data.mock=True is for data.objective=gpt"),
-    ],
-)
-def test_invalid_input_is_refused(changes, words):
-    config = Config()
-    config.data.mock = True
-    for name, value in changes.items():
-        setattr(config.data, name, value)
-    with pytest.raises(ValueError, match=words):
-        validate(config, 1)

@@ -53,8 +53,9 @@ def test_lines_are_split_as_python_does(blocks):
     assert list(documents._lines(iter(blocks))) == expected
 
 
-def test_compressed_files_are_read_and_truncated_ones_refused(tmp_path):
-    text = b'{"text": "%s"}\n' % (b"abc " * 9000) * 50
+def test_compressed_files_are_read_and_truncated_ones_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "_BLOCK", 1 << 12)
+    text = b'{"text": "%s"}\n' % (b"abc " * 90) * 50
     two = zstandard.ZstdCompressor(write_checksum=True)
     packed = {
         "a.jsonl.gz": gzip.compress(text) + gzip.compress(text),

@@ -114,24 +114,27 @@ def chunks(cache) -> list[Path]:
     return [path for path in Path(cache).glob("objects/*/chunks-*/*")]
 
 
-@pytest.mark.parametrize("order", list(DataOrder))
-def test_samples_are_those_of_files(store, tmp_path, order):
-    addresses = ("0.6", "s3://bucket/a", "0.4", "s3://bucket/b")
-    paths = ("0.6", f"{store.folder}/a", "0.4", f"{store.folder}/b")
-    far, near = (opened(tmp_path, *items, order=order) for items in (addresses, paths))
+BLEND = ("0.6", "{}/a", "0.4", "{}/b")
+
+
+@pytest.mark.parametrize(
+    ("items", "kind"),
+    [
+        (BLEND, {"order": DataOrder.megatron}),
+        (BLEND, {"order": DataOrder.native}),
+        (("{}/a",), {"packing": Packing.best_fit}),
+    ],
+)
+def test_samples_are_those_of_files(store, tmp_path, items, kind):
+    def of(folder):
+        return opened(tmp_path, *(item.format(folder) for item in items), **kind)
+
+    far, near = of("s3://bucket"), of(store.folder)
     assert_same(far, near)
-    assert far.reads_ahead and not near.reads_ahead
+    assert "packing" in kind or (far.reads_ahead and not near.reads_ahead)
     asked = len(store.asked)
-    assert_same(opened(tmp_path, *addresses, order=order), near)
+    assert_same(of("s3://bucket"), near)
     assert len(store.asked) == asked  # everything is there
-
-
-def test_rows_of_whole_documents_are_those_of_files(store, tmp_path):
-    far, near = (
-        opened(tmp_path, path, packing=Packing.best_fit)
-        for path in ("s3://bucket/a", f"{store.folder}/a")
-    )
-    assert_same(far, near)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -188,7 +191,7 @@ def test_the_cache_keeps_to_its_room_and_what_was_read_last(store, tmp_path):
     far = IndexedDataset("s3://bucket/a", remote=open_remote("s3://bucket/a", room))
     near = IndexedDataset(f"{store.folder}/a")
     source = np.random.default_rng(0)
-    for _ in range(60):
+    for _ in range(30):
         begin, length = int(source.integers(0, near.num_tokens)), int(source.integers(0, 1500))
         assert np.array_equal(
             far.tokens[begin : begin + length], near.tokens[begin : begin + length]
@@ -229,15 +232,8 @@ def test_slices_are_those_of_an_array(store, tmp_path):
         open_dataset(path, DataConfig(cache_dir=str(tmp_path)), "")
         for path in ("s3://bucket/a", f"{store.folder}/a")
     )
-    for where in (
-        slice(0, 0),
-        slice(5, 2),
-        slice(-3, None),
-        slice(None, 4),
-        slice(7, 10**9),
-        -1,
-        9,
-    ):
+    bounds = ((0, 0), (5, 2), (-3, None), (None, 4), (7, 10**9))
+    for where in (*(slice(*pair) for pair in bounds), -1, 9):
         assert np.array_equal(far.tokens[where], near.tokens[where])
     assert far.get(3).tolist() == near.get(3).tolist() and far.num_tokens == near.num_tokens
     with pytest.raises(IndexError):
@@ -246,29 +242,26 @@ def test_slices_are_those_of_an_array(store, tmp_path):
         far.tokens[::2]
 
 
-def read_all(cache: str, prefix: str, total) -> None:
+def read_all(cache: str, prefix: str, start, total) -> None:
+    start.wait()
     dataset = open_dataset(prefix, DataConfig(cache_dir=cache, chunk_kb=1), "")
     total.value = int(dataset.tokens[:].astype(np.int64).sum())
 
 
 def test_processes_of_a_node_share_what_was_read(store, tmp_path):
+    """This process and another one, which begin together."""
     context = multiprocessing.get_context("spawn")
-    totals = [context.Value("q", 0) for _ in range(2)]
-    processes = [
-        context.Process(target=read_all, args=(str(tmp_path), "s3://bucket/b", total))
-        for total in totals
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
+    start, (one, two) = context.Barrier(2), (context.Value("q", 0) for _ in range(2))
+    process = context.Process(target=read_all, args=(str(tmp_path), "s3://bucket/b", start, one))
+    process.start()
+    read_all(str(tmp_path), "s3://bucket/b", start, two)
+    process.join()
     near = IndexedDataset(f"{store.folder}/b")
-    expected = int(near.tokens.astype(np.int64).sum())
-    assert [total.value for total in totals] == [expected, expected]
+    assert one.value == two.value == int(near.tokens.astype(np.int64).sum())
     assert sum(path.stat().st_size for path in chunks(tmp_path)) == near.tokens.nbytes
     assert int((tmp_path / "objects/used").read_text()) <= 2 * near.tokens.nbytes
     asked = len(store.asked)
-    read_all(str(tmp_path), "s3://bucket/b", totals[0])
+    read_all(str(tmp_path), "s3://bucket/b", context.Barrier(1), one)
     assert len(store.asked) == asked
 
 

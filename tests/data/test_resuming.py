@@ -81,7 +81,6 @@ class Checkpoint:
 CHANGES = {  # (step at which the run stops, what is changed before it)
     "batch doubled": [(10, {}), (25, {"batch": 8, "steps": 25})],
     "batch halved": [(10, {}), (60, {"batch": 2, "steps": 60})],
-    "longer": [(15, {}), (95, {"steps": 95})],
     "shorter": [(15, {"steps": 95}), (61, {"steps": 61})],
     "grown again and again": [
         (20, {}), (45, {"steps": 45}), (60, {"steps": 70}), (90, {"steps": 90, "batch": 16}),

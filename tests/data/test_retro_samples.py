@@ -16,6 +16,8 @@ from maxmeg.data.samples.gpt import SPLITS
 from maxmeg.data.samples.retro import Chunks, RetroDataset, folder_of, split_chunks
 from maxmeg.retrieval import neighbours
 
+TOLERANCE = 1e-6  # of float32 sums of at most CHUNK products of at most 1
+
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
@@ -65,7 +67,7 @@ def test_neighbours_are_the_nearest_of_other_documents(prepared):
         table = np.load(folder_of(config) / f"{name}.npy")
         assert table.shape == (len(chunks), NEIGHBOURS)
         best = -np.sort(-scores, axis=1)[:, :NEIGHBOURS]
-        assert np.allclose(np.take_along_axis(scores, table, axis=1), best, atol=1e-6)
+        assert np.allclose(np.take_along_axis(scores, table, axis=1), best, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("split_index", [0, 2])
@@ -118,6 +120,7 @@ def test_bad_neighbours_are_refused_with_both_values(prepared, tmp_path):
     text = f"another database: {hashes[0]}, and here it is {hashes[1]}: run"
     with pytest.raises(ValueError, match=text):
         dataset((other, config), neighbours=folder)
+    assert find(corpus.prefix) == config  # the index is there
     with pytest.raises(ValueError, match=r"letters.*words.*build the index again"):
         find(corpus.prefix, encoder="words")
     with pytest.raises(ValueError, match=f"{hashes[0]}.*{hashes[1]}"):
@@ -135,6 +138,5 @@ def test_the_command_embeds_chunks_by_a_model(tmp_path, capsys):
     assert "neighbours of each of" in capsys.readouterr().out
     data = RetroDataset(IndexedDataset(prefix), SPLIT, 0, config.data, TOKENIZER, 0)
     assert data.batch(np.arange(2))["encoder_segment_ids"].any()
-    neighbours.main(config, options.Neighbours(encoder=str(run)))  # the index is there
     with pytest.raises(ValueError, match="encoder"):
         neighbours.main(config, options.Neighbours(encoder=str(run), pooling="first"))

@@ -6,9 +6,7 @@ import pickle
 import numpy as np
 import pytest
 
-from maxmeg.config.data import DataConfig, Objective, Packing, TooLong
-from maxmeg.config.schema import Config
-from maxmeg.config.validate import validate
+from maxmeg.config.data import DataConfig, Packing
 from maxmeg.data.build import build_dataset, open_corpus
 from maxmeg.data.corpus.indexed import IndexedWriter
 from maxmeg.data.samples.packing import PackedDataset
@@ -78,26 +76,3 @@ def test_ids_and_empty_splits(make_corpus):
         writer.add_document(np.array([1.5, 2.5]))
     with pytest.raises(ValueError, match="holds float32, not token ids"):
         StoredDocuments(Part([data.paths[0] + "f"], "1,0,0", 0), LENGTH)
-
-
-SFT = {"objective": Objective.sft, "paths": ("chats.jsonl",)}
-
-
-@pytest.mark.parametrize(
-    ("settings", "error"),
-    [
-        ({"objective": Objective.sft}, "needs chats: set data.paths=FILE.jsonl"),
-        ({"objective": Objective.sft, "blend": "x.yaml"}, "data.blend is for .bin/.idx files"),
-        (SFT | {"eod_mask_loss": True}, "data.eod_mask_loss=True is for samples"),
-        ({"packing": Packing.greedy, "reset_attention_mask": True}, "keep documents apart"),
-        ({"too_long": TooLong.truncate}, "data.too_long=truncate has no effect"),
-        ({"chat_template": "x"}, "data.chat_template=x has no effect"),
-    ],
-)
-def test_settings_that_say_nothing_are_refused(settings, error):
-    config = Config()
-    for name, value in settings.items():
-        setattr(config.data, name, value)
-    with pytest.raises(ValueError, match=error):
-        validate(config, 1)
-    assert DataConfig(**SFT, packing=Packing.best_fit).has_segments

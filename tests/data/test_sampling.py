@@ -53,7 +53,7 @@ def test_permutation_is_fixed_for_ever():
 
 
 def test_permutations_look_random():
-    size, keys = 64, 4000
+    size, keys = 64, 1000
     places = np.stack([Permutation(size, 7, key)(np.arange(size)) for key in range(keys)])
     counts = np.stack([np.bincount(places[:, i], minlength=size) for i in range(size)])
     chi = ((counts - keys / size) ** 2 / (keys / size)).sum(1) / (size - 1)
@@ -67,9 +67,9 @@ def flat_tokens(samples: GptSamples, n: int) -> list[tuple[int, int]]:
     return [(s, o + i) for s, o, length in samples[n] for i in range(length)]
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
-    st.lists(st.integers(0, 30), min_size=1, max_size=12).filter(lambda x: sum(x) > 8),
+    st.lists(st.integers(0, 20), min_size=1, max_size=12).filter(lambda x: sum(x) > 8),
     st.integers(1, 7),
     st.integers(0, 2**32),
 )

@@ -14,13 +14,13 @@ import pytest
 from tokenizer_files import folder
 
 from maxmeg.config.data import DataConfig, Objective, Packing, TooLong
-from maxmeg.config.schema import Config
 from maxmeg.data.build import build_dataset, open_corpus
 from maxmeg.data.chat.answers import prepare
 from maxmeg.data.chat.sft import CHATS
 from maxmeg.data.samples.packing import PackedDataset
 from maxmeg.data.tokenizers.load import load_tokenizer
 
+pytestmark = pytest.mark.usefixtures("renders_here")
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] + ':' }}{% if m.role == 'assistant' %}{% generation %}"
     "{{ m.content + '.' }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
@@ -88,7 +88,8 @@ def test_every_conversation_once_with_its_loss(files, tmp_path, packing):
     assert str(data.source) == "8 whole, 0 truncated, 2 dropped"
     assert data.num_tokens == sum(len("u:q?a:" + text) - 1 for text in said)
     batch = data.batch(np.arange(3))
-    assert ("segment_ids" in batch) == (packing is not Packing.none)
+    has_segments = settings(files, packing=packing).has_segments
+    assert ("segment_ids" in batch) == has_segments == (packing is not Packing.none)
     again = pickle.loads(pickle.dumps(data)).batch(np.arange(3))
     assert all((batch[name] == again[name]).all() for name in batch)
 
@@ -203,24 +204,22 @@ def test_rows_that_give_nothing(row, error, files, tmp_path):
 
 def test_what_cannot_be_opened(files, tmp_path):
     tokenizer = load_tokenizer("bytes")
-    with pytest.raises(NotImplementedError, match="'null:9' does not say where"):
-        prepare(files[0], CHATS, load_tokenizer("null:9"), tmp_path, files[1])
-    with pytest.raises(ValueError, match="give cache_dir"):
-        prepare(files[0], CHATS, tokenizer, "", files[1])
-    with pytest.raises(ValueError, match="has no chat template"):
-        prepare(files[0], CHATS, tokenizer, tmp_path)
-    with pytest.raises(ValueError, match=r"data\.chat_template=.*none\.jinja cannot be read"):
-        prepare(files[0], CHATS, tokenizer, tmp_path, str(tmp_path / "none.jinja"))
-    with pytest.raises(ValueError, match=r"is not named \.jsonl"):
-        prepare(files[1], CHATS, tokenizer, tmp_path, files[1])
-    with pytest.raises(ValueError, match=r"none\.jsonl does not exist"):
-        prepare("none.jsonl", CHATS, tokenizer, tmp_path, files[1])
+    chats, template, cache = *files, str(tmp_path)
     (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(ValueError, match="holds no conversations"):
-        prepare(str(tmp_path / "empty.jsonl"), CHATS, tokenizer, tmp_path, files[1])
+    for path, place, jinja, message in (
+        (chats, "", template, "give cache_dir"),
+        (chats, cache, "", "has no chat template"),
+        (chats, cache, "none.jinja", r"data\.chat_template=none\.jinja cannot be read"),
+        (template, cache, template, r"is not named \.jsonl"),
+        ("none.jsonl", cache, template, r"none\.jsonl does not exist"),
+        (f"{cache}/empty.jsonl", cache, template, "holds no conversations"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            prepare(path, CHATS, tokenizer, place, jinja)
+    with pytest.raises(NotImplementedError, match="'null:9' does not say where"):
+        prepare(chats, CHATS, load_tokenizer("null:9"), cache, template)
     with pytest.raises(ValueError, match="has weights, but objective=sft"):
         opened(settings(files, paths=("0.5", files[0], "0.5", files[0])), tmp_path)
-    assert Config().data.objective is Objective.gpt
 
 
 @pytest.mark.slow

@@ -13,6 +13,8 @@ from maxmeg.data.corpus import storage
 from maxmeg.data.prepare.encoding import Options
 from maxmeg.data.prepare.run import Share, prepare
 
+OPTIONS = Options("bytes", append_eod=True)
+NAMES = ("a.jsonl", "b.jsonl.gz", "c.parquet", "d.txt")
 TEXTS = [f"document {i} " * (i % 9) for i in range(300)]
 
 
@@ -24,38 +26,29 @@ def bucket(s3):
     return store
 
 
-def test_objects_are_prepared_like_files(tmp_path, bucket):
+@pytest.mark.parametrize(
+    ("inputs", "workers", "part_bytes"),
+    [
+        (["s3://texts/in/*"], 1, 1 << 30),
+        ([f"s3://texts/in/{name}" for name in NAMES], 0, 1000),
+    ],
+)
+def test_objects_are_prepared_like_files(tmp_path, bucket, inputs, workers, part_bytes):
     lines = [json.dumps({"text": text}).encode() + b"\n" for text in TEXTS]
     table = tmp_path / "c.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS[:50]}), table, row_group_size=20)
-    files = {
-        "a.jsonl": b"".join(lines),
-        "b.jsonl.gz": gzip.compress(b"".join(lines[:99])),
-        "c.parquet": table.read_bytes(),
-        "d.txt": b"text",
-    }
-    for name, data in files.items():
+    packed = gzip.compress(b"".join(lines[:99]))
+    files = (b"".join(lines), packed, table.read_bytes(), b"text")
+    for name, data in zip(NAMES, files, strict=True):
         (tmp_path / name).write_bytes(data)
         bucket.pipe_file(f"texts/in/{name}", data)
     bucket.pipe_file("texts/in/deeper/e.txt", b"not matched")
-    here = prepare([str(tmp_path / name) for name in files], str(tmp_path / "here"), OPTIONS, 0)
-    actual = []
-    for inputs, workers, part_bytes in (
-        (["s3://texts/in/*"], 1, 1 << 30),
-        ([f"s3://texts/in/{name}" for name in files], 0, 1000),
-    ):
-        output, share = str(tmp_path / f"out{workers}"), Share(part_bytes=part_bytes)
-        report = prepare(inputs, output, OPTIONS, workers, share=share)
-        actual.append(report.prefixes["text"])
-    for prefix in actual:
-        for suffix in (".bin", ".idx", ".sums"):
-            assert (
-                Path(prefix + suffix).read_bytes()
-                == Path(here.prefixes["text"] + suffix).read_bytes()
-            )
-
-
-OPTIONS = Options("bytes", append_eod=True)
+    here = prepare([str(tmp_path / name) for name in NAMES], str(tmp_path / "here"), OPTIONS, 0)
+    share = Share(part_bytes=part_bytes)
+    there = prepare(inputs, str(tmp_path / "out"), OPTIONS, workers, share=share)
+    for suffix in (".bin", ".idx", ".sums"):
+        near, far = (Path(report.prefixes["text"] + suffix) for report in (here, there))
+        assert near.read_bytes() == far.read_bytes()
 
 
 def test_what_a_bucket_lacks_is_named(tmp_path, bucket):

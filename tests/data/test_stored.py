@@ -30,8 +30,8 @@ class Unwritable:
 
 def test_processes_that_start_at_once_make_it_once(tmp_path):
     command = [sys.executable, "-c", MAKER, str(tmp_path)]
-    running = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(3)]
-    assert [process.communicate()[0].strip() for process in running] == [b"36"] * 3
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(2)]
+    assert [process.communicate()[0].strip() for process in running] == [b"36"] * 2
     assert (tmp_path / "made").read_text() == "x"
     assert sorted(os.listdir(tmp_path)) == [".lock", "made", "name"]
 

@@ -6,11 +6,12 @@ import pytest
 from chats import TOKENS
 
 from maxmeg.data.chat import template as chat
-from maxmeg.data.chat import turns
+from maxmeg.data.chat import template_child, turns
 from maxmeg.data.chat.template import ChatTemplate
 from maxmeg.data.chat.turns import MARKS, BadRow, find_turns
 from maxmeg.data.prepare.documents import Record
 
+pytestmark = pytest.mark.usefixtures("renders_here")
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -170,15 +171,16 @@ def test_rows_that_are_long_together(monkeypatch):
 
 
 def test_a_template_without_end_is_named_with_the_row(monkeypatch):
-    monkeypatch.setattr(chat, "CPU_SECONDS", 1)
-    long = (
-        "{% if messages[0].content == 'long' %}{% for i in range(99999) %}"
-        "{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
-    )
-    row = {"messages": [{**USER, "content": "long"}, SAID]}
+    def run_child(request: dict, source: str) -> dict:
+        if "endless" in str(request["conversations"]):
+            raise ValueError(f"{source} ran for more than 1 s of CPU")
+        return template_child.render(request)
+
+    monkeypatch.setattr(chat, "run_child", run_child)
+    row = {"messages": [{**USER, "content": "endless"}, SAID]}
     with pytest.raises(ValueError, match=r"chat\.jsonl line 2: the template ran for more than 1"):
-        found(long, {"messages": [USER, SAID]}, row)
+        found(CHATML, {"messages": [USER, SAID]}, row)
     with pytest.raises(
         ValueError, match="the template is not a valid template: TemplateSyntaxError"
     ):
-        found("{% for %}", row)
+        found("{% for %}", {"messages": [USER, SAID]})

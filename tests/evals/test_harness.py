@@ -9,7 +9,6 @@ import jax
 import numpy as np
 import pytest
 from layouts import mesh_of, tiny, tiny_state
-from tables import thinned
 
 from maxmeg.data.tokenizers.load import load_tokenizer
 from maxmeg.evals.harness import (
@@ -26,7 +25,7 @@ from maxmeg.inference.requests import Request
 from maxmeg.inference.sampling import Sampling
 
 TOLERANCE = 1e-4  # float32: paddings differ
-LONGEST = 40  # the model's context
+LONGEST = 28  # the model's context: rows are padded to 16 and 32 tokens
 RANDOM = np.random.default_rng(0)
 
 
@@ -38,7 +37,7 @@ SHARED = some(20)
 PAIRS = [
     *(
         (some(a), some(b))
-        for a, b in [(1, 1), (3, 9), (16, 1), (30, 11), (39, 1), (70, 5), (2, 40)]
+        for a, b in [(1, 1), (3, 9), (16, 1), (18, 11), (27, 1), (70, 5), (2, 28)]
     ),
     *((SHARED, [*SHARED[:3], i]) for i in range(5)),
 ]
@@ -98,9 +97,7 @@ def greedy(context, count: int) -> list[int]:
     return ids[len(context) :]
 
 
-@pytest.mark.parametrize(
-    ("batch", "parallel"), thinned([(2, {"fsdp": 1, "tensor": 8}), (4, {})], 2)
-)
+@pytest.mark.parametrize(("batch", "parallel"), [(2, {"fsdp": 1, "tensor": 8}), (4, {})])
 def test_scores_are_those_of_plain_forward_passes(batch, parallel):
     pairs = [*PAIRS, (SHARED, greedy(SHARED, 4)), (SHARED, [*greedy(SHARED, 3), 0])]
     actual = harness(batch, **parallel).scores(pairs)
@@ -111,18 +108,12 @@ def test_scores_are_those_of_plain_forward_passes(batch, parallel):
 
 
 def test_few_programs_are_compiled():
-    model = HarnessModel(trained(), 2)
-    model.scores([(some(length), some(2)) for length in range(1, 32)])
-    assert model.run._cache_size() == 2  # 16 and 32 tokens
-    assert [bucket(length) for length in (1, 16, 17, 32, 33, 64, 65)] == [
-        16,
-        16,
-        32,
-        32,
-        64,
-        64,
-        128,
-    ]
+    run = harness().run
+    before = run._cache_size()
+    harness().scores([(some(length), some(2)) for length in range(1, LONGEST)])
+    assert 0 <= run._cache_size() - before <= 2 <= run._cache_size()  # 16 and 32 tokens
+    lengths = {1: 16, 16: 16, 17: 32, 32: 32, 33: 64, 64: 64, 65: 128}
+    assert {length: bucket(length) for length in lengths} == lengths
 
 
 @pytest.mark.parametrize("batch", [1, 3, 100])
@@ -153,10 +144,10 @@ def test_texts_are_scored_as_their_tokens():
     context, following = some(5), some(3)
     requests = [asked(text(context), " " + text(following)), asked("", text(following))]
     requests.append(asked(text(context) + "  ", text(following)))
+    requests.append(asked("", "60 " + text(following)))
     actual = harness().loglikelihood(requests)
     actual += harness().scores([(context, following), ([60], following)])
-    actual += harness().loglikelihood([asked("", "60 " + text(following))])
-    for one, other in ((0, 2), (0, 3), (1, 4), (1, 5)):
+    for one, other in ((0, 2), (0, 4), (1, 3), (1, 5)):
         assert actual[one] == (pytest.approx(actual[other][0], rel=TOLERANCE), actual[other][1])
 
 
@@ -172,11 +163,13 @@ def test_long_texts_are_scored_in_windows():
 
 
 def test_generation_ends_at_stop_strings():
-    contexts = [some(4), some(9), some(60)]
-    new = [greedy(ids[-LONGEST + 6 :], 6) for ids in contexts]
+    count = 12  # all prompts are padded to 16 tokens
+    random = np.random.default_rng(2)
+    contexts = [random.integers(0, 60, length).tolist() for length in (4, 9, 60)]
+    new = [greedy(ids[-(LONGEST - count) :], count) for ids in contexts]
     assert 60 not in [i for ids in new for i in ids]
     stop = str(new[0][3])
-    stops = [{"max_gen_toks": 6}, {"max_gen_toks": 6, "until": [f" {stop} ", ""]}]
+    stops = [{"max_gen_toks": count}, {"max_gen_toks": count, "until": [f" {stop} ", ""]}]
     requests = [asked(text(ids), stops[0]) for ids in contexts]
     requests += [asked(text(contexts[0]), stops[1]), asked("", {"until": stop, "max_tokens": 2})]
     actual = harness().generate_until(requests)
@@ -254,8 +247,8 @@ def written(**settings):
     [
         (lambda: scored("1 2", " "), "after '1 2' adds no token"),
         (lambda: scored("", ""), "adds no token"),
-        (lambda: scored("1", " 2" * 41), "of 41 tokens is longer than the context of 40"),
-        (lambda: written(max_gen_toks=40), "40 new tokens leave no room"),
+        (lambda: scored("1", " 2" * 29), "of 29 tokens is longer than the context of 28"),
+        (lambda: written(max_gen_toks=28), "28 new tokens leave no room"),
         (lambda: written(do_sample=True), r"do_sample=True with temperature 0"),
         (lambda: written(num_beams=4), r"\{'num_beams': 4\} are not known: supported are until"),
         (lambda: HarnessModel(trained(), 0), "batch=0 must be at least 1"),

@@ -24,6 +24,11 @@ def trained() -> Trained:
     return Trained(state.model, config, load_tokenizer("null:61"), 0, mesh)
 
 
+@pytest.fixture(scope="module")
+def model(trained) -> HarnessModel:
+    return HarnessModel(trained, 4)
+
+
 forward = jax.jit(lambda model, ids_BL: model(ids_BL))
 
 
@@ -37,7 +42,7 @@ def log_probabilities(trained: Trained, ids) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("length", "stride"), [(45, 5), (45, 16), (9, 5)])
-def test_wikitext_scores_each_token_once(trained, tmp_path, length, stride):
+def test_wikitext_scores_each_token_once(trained, model, tmp_path, length, stride):
     ids = np.random.default_rng(0).integers(0, 60, length)
     (tmp_path / "wiki").write_text(" ".join(map(str, ids)) + " \n")
     # As in Megatron-LM: windows of CONTEXT + 1 tokens, the last `stride` targets of all but one.
@@ -48,7 +53,7 @@ def test_wikitext_scores_each_token_once(trained, tmp_path, length, stride):
         values = values if start == 0 else values[CONTEXT - stride :]
         nats, count = nats - values.sum(), count + len(values)
     assert count == length - 1
-    found = wikitext(HarnessModel(trained, 4), str(tmp_path / "wiki"), stride=stride)
+    found = wikitext(model, str(tmp_path / "wiki"), stride=stride)
     assert found["tokens"] == count and found["tokens_per_word"] == 1
     assert found["token_perplexity"] == pytest.approx(np.exp(nats / count), rel=CLOSE)
     assert found["word_perplexity"] == found["token_perplexity"]
@@ -74,13 +79,13 @@ def test_lambada_asks_for_the_last_word(trained, tmp_path):
     assert line == f"lambada: accuracy 0.4, word_perplexity {np.exp(nats):.6g}, passages 5"
 
 
-def test_files_that_cannot_be_read(trained, tmp_path):
+def test_files_that_cannot_be_read(trained, model, tmp_path):
     assert is_task("lambada:x") and not is_task("lambada") and not is_task("lambada_openai")
     with pytest.raises(ValueError, match="task wikitext:none: there is no file none"):
         run_zero_shot(trained, ["wikitext:none"], 4)
     (tmp_path / "a.jsonl").write_text('{"text": "one"}')
     with pytest.raises(ValueError, match=r"a.jsonl line 1: a passage is an object with a text of"):
-        lambada(HarnessModel(trained, 4), str(tmp_path / "a.jsonl"))
+        lambada(model, str(tmp_path / "a.jsonl"))
     (tmp_path / "a").write_text("1")
     with pytest.raises(ValueError, match="holds no text of two words"):
-        wikitext(HarnessModel(trained, 4), str(tmp_path / "a"))
+        wikitext(model, str(tmp_path / "a"))

@@ -1,6 +1,7 @@
 """Folders of models with experts to runs and back: bitwise, expert by expert, with their counts."""
 
 import json
+import shutil
 
 import ml_dtypes
 import numpy as np
@@ -10,12 +11,10 @@ from hf_folders import BF16, assert_same_tensors, convert_in, random_tensors, wr
 from tables import thinned
 
 from maxmeg.checkpoint.stream import StreamReader
-from maxmeg.config.model import DType
 from maxmeg.config.setting import with_fields
 from maxmeg.hf import convert
 from maxmeg.hf.families import read as families
 from maxmeg.hf.formats.quantized import MXFP4_VALUES
-from maxmeg.hf.formats.safetensors import SafetensorsFolder
 
 CASES = sparse() | {
     "deepseek v3, predicting": (
@@ -62,48 +61,59 @@ def test_global_aux_loss_changes_no_tensor(tmp_path):
     assert named[0] == named[1] and len(families.unused_arrays(model)) == 1
 
 
-def test_exact_tensors_stay_exact_and_others_are_rounded(tmp_path):
-    _, tensors = make_folder(tmp_path / "hf", "glm 4 moe")
-    folder = SafetensorsFolder(tmp_path / "hf")
-    assert sum(EXACT in name for name in folder.tensors) == 2
-    convert_in(tmp_path / "hf", tmp_path / "run")
-    convert.export_model(tmp_path / "run", tmp_path / "wide", DType.float32)
-    assert_same_tensors(
-        tmp_path / "wide", {name: array.astype("f4") for name, array in tensors.items()}
-    )
+@pytest.fixture(scope="module")
+def predicting(tmp_path_factory):
+    """(folder of a model with two MTP layers, its tensors)."""
+    folder = tmp_path_factory.mktemp("predicting") / "hf"
+    return folder, make_folder(folder, "deepseek v3, predicting")[1]
 
 
-def test_mtp_layers_may_be_missing_and_may_repeat_embedding_and_output(tmp_path):
-    name = "deepseek v3, predicting"
-    _, tensors = make_folder(tmp_path / "hf", name)
-    start, ends = "model.layers.3.", {"embed_tokens": "model.embed_tokens"}
-    ends["shared_head.head"] = "lm_head"
-    more = {f"{start}{a}.weight": tensors[f"{b}.weight"] for a, b in ends.items()}
-    for folder, files in {
-        "twice": tensors | more,
-        "none": {n: a for n, a in tensors.items() if not n.startswith(("model.layers.3.",
-                                                                       "model.layers.4."))},
-        "one": {n: a for n, a in tensors.items() if not n.startswith("model.layers.4.")},
-        "other": tensors | {n: (a.astype(np.float32) + 1).astype(BF16) for n, a in more.items()},
-    }.items():  # fmt: skip
-        (tmp_path / folder).mkdir()
-        text = (tmp_path / "hf" / "config.json").read_text()
-        (tmp_path / folder / "config.json").write_text(text)
-        write_tensors(tmp_path / folder, files)
-    assert convert_in(tmp_path / "twice", tmp_path / "run").num_tensors == len(tensors)
-    report = convert_in(tmp_path / "none", tmp_path / "plain")
-    assert "mtp.num_layers=0" in report.notes[-1]
-    convert.export_model(tmp_path / "plain", tmp_path / "back")
+def without(tensors, *layers):
+    starts = tuple(f"model.layers.{layer}." for layer in layers)
+    return {name: array for name, array in tensors.items() if not name.startswith(starts)}
+
+
+def repeated(tensors, added=0.0):
+    """With the first MTP layer's copies of embedding and output."""
+    ends = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
+    copies = {
+        f"model.layers.3.{copy}.weight": (tensors[f"{name}.weight"].astype("f4") + added)
+        for copy, name in ends.items()
+    }
+    return tensors | {name: array.astype(BF16) for name, array in copies.items()}
+
+
+MTP_LAYERS = {  # tensors of the files, error
+    "repeat embedding and output": (repeated, ""),
+    "are missing": (lambda t: without(t, 3, 4), ""),
+    "are missing in part": (lambda t: without(t, 4), r"tensors are missing: model\.layers\.4\."),
+    "repeat others": (lambda t: repeated(t, 1.0), r"are tied by .* but differ"),
+}
+
+
+@pytest.mark.parametrize("case", MTP_LAYERS)
+def test_mtp_layers_may_be_missing_and_may_repeat_embedding_and_output(tmp_path, predicting, case):
+    folder, tensors = predicting
+    change, message = MTP_LAYERS[case]
+    (tmp_path / "hf").mkdir()
+    shutil.copy(folder / "config.json", tmp_path / "hf")
+    write_tensors(tmp_path / "hf", change(tensors))
+    if message:
+        with pytest.raises(ValueError, match=message):
+            convert_in(tmp_path / "hf", tmp_path / "run")
+        return
+    report = convert_in(tmp_path / "hf", tmp_path / "run")
+    convert.export_model(tmp_path / "run", tmp_path / "back")
     written = json.loads((tmp_path / "back" / "config.json").read_text())
-    assert written["num_nextn_predict_layers"] == 0
-    with pytest.raises(ValueError, match=r"tensors are missing: model\.layers\.4\."):
-        convert_in(tmp_path / "one", tmp_path / "no")
-    with pytest.raises(ValueError, match=r"are tied by .* but differ"):
-        convert_in(tmp_path / "other", tmp_path / "no")
+    has_layers = case != "are missing"
+    assert report.num_tensors == len(tensors if has_layers else without(tensors, 3, 4))
+    assert has_layers or "mtp.num_layers=0" in report.notes[-1]
+    assert written["num_nextn_predict_layers"] == (2 if has_layers else 0)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "glm 4 moe", "gpt oss"])
-@pytest.mark.parametrize("change", [-2, 2])
+@pytest.mark.parametrize(
+    ("name", "change"), [("mixtral", -2), ("glm 4 moe", 2), ("gpt oss", -2), ("gpt oss", 2)]
+)
 def test_another_number_of_experts_is_one_error(tmp_path, name, change):
     key = "n_routed_experts" if "glm" in name else "num_local_experts"
     count = CASES[name][1][key]
@@ -155,8 +165,9 @@ def test_mxfp4_is_dequantized_exactly(tmp_path):
         (tmp_path / folder / "config.json").write_text(json.dumps(config))
         write_tensors(tmp_path / folder, others | files)
         with pytest.raises(ValueError, match=message):
-            convert_in(tmp_path / folder, tmp_path / "no")
+            weights = convert.open_folder(tmp_path / folder).weights
+            [weights.read(name) for name in weights.tensors]
     config["quantization_config"] = {"quant_method": "fp8"}
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="quantization_config"):
-        convert_in(tmp_path / "hf", tmp_path / "no")
+        convert.open_folder(tmp_path / "hf")

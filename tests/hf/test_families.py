@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from linear_configs import LINEAR
+from hf_cases import encoder_decoders, encoders, families, sparse, with_states
 from published_configs import (
     BAMBA,
     DEEPSEEK_V2,
@@ -23,6 +23,7 @@ from published_configs import (
     GPT_OSS,
     GRANITE4,
     LFM2,
+    LINEAR,
     LLAMA31,
     MAMBA2,
     MISTRAL,
@@ -42,7 +43,6 @@ from published_configs import (
 from tables import thinned
 from written_settings import values_of
 
-from maxmeg.config.mixers import RotaryScaling
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.setting import get, with_fields
 from maxmeg.hf.families.binding import Fusion
@@ -171,77 +171,21 @@ def test_every_family_has_a_case():
     assert actual == FAMILIES.keys() - CLASSIFIERS.keys()
 
 
-# Sizes at which every fused and every transposed tensor has a shape of its own.
-SMALL = {
-    "vocab_size": 61,
-    "num_layers": 2,
-    "hidden_size": 24,
-    "attention.num_heads": 4,
-    "mlp.ffn_size": 40,
+# At their sizes every fused and every transposed tensor has a shape of its own.
+SMALL = families() | sparse() | with_states() | encoders() | encoder_decoders()
+SMALL |= {
+    f"{name}, predicting": (family, settings | {"num_mtp_layers": 1})
+    for name, (family, settings) in sparse().items()
+    if "num_mtp_layers" in settings
 }
-SMALL |= {"max_position": 32}
-WIDE = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Gemma2ForCausalLM", "GPTNeoXForCausalLM")
-WIDE += ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
 
 
-@pytest.mark.parametrize("name", thinned(PUBLISHED, 12))
+@pytest.mark.parametrize("name", thinned(SMALL, 12))
 def test_split_and_join_are_inverses(name):
-    config, _, _ = PUBLISHED[name]
-    family, published = architecture(config), model_config(config)
-    heads = min(published.kv_heads, 2) if published.kv_heads < published.attention.num_heads else 4
-    small = {
-        **SMALL,
-        "attention.head_dim": 8 if family in WIDE else 0,
-        "attention.num_kv_heads": heads,
-    }
-    if published.rotary.scaling is RotaryScaling.longrope:
-        small |= {"rotary.short_factors": (1.0,) * 3, "rotary.long_factors": (1.0,) * 3}
-    if published.has("moe"):
-        small |= {
-            "moe.num_experts": 4,
-            "moe.top_k": 2,
-            "moe.ffn_size": 20,
-        }
-        small |= {
-            "moe.shared_ffn_size": 28 if published.moe.shared_ffn_size else 0,
-            "num_layers": 4,
-        }
-    if published.moe.num_groups > 1:
-        small |= {"moe.num_groups": 2, "moe.topk_groups": 1}
-    if published.has_source:
-        small |= {"layers": published.layers.replace("12(", "2("), "num_layers": 5}
-    if published.has("conv"):
-        small |= {"layers": "*(conv,mlp attention,mlp)", "conv.kernel_size": 5}
-    if published.has("mamba"):
-        layers = {
-            "Mamba2ForCausalLM": "*(mamba)",
-            "NemotronHForCausalLM": "*(mamba mlp attention)",
-            "BambaForCausalLM": "*(mamba,mlp attention,mlp)",
-            "GraniteMoeHybridForCausalLM": "*(mamba,moe attention,moe)",
-            "FalconH1ForCausalLM": "*(attention+mamba,mlp)",
-        }
-        small |= {"layers": layers[family], "mamba.num_heads": 4, "mamba.head_dim": 6}
-        small["num_layers"] = 4
-        if "attention" not in layers[family]:
-            small = {n: v for n, v in small.items() if not n.startswith(("attention", "mlp"))}
-        small |= {"mamba.num_groups": 2, "mamba.state_size": 5}
-    if published.has("gated_delta", "kda"):
-        kda, fed = published.has("kda"), "moe" if published.has("moe") else "mlp"
-        small |= {
-            "layers": "*(kda,mlp mla,moe)" if kda else f"*(gated_delta,{fed} attention,{fed})",
-            "delta.num_heads": 4,
-            "delta.num_key_heads": 0 if kda else 2,
-            "delta.key_size": 6,
-            "delta.value_size": 0 if kda else 7,
-        }
-    if published.has("mla"):
-        small |= {
-            "mla.kv_rank": 12,
-            "mla.query_rank": 14,
-            "mla.rotary_size": 6,
-        }
-        small |= {"mla.value_size": 10, "attention.head_dim": 8}
-    model = with_fields(published, small)
+    family, settings = SMALL[name]
+    if "layers_block_type" in settings:
+        settings = settings | {"num_hidden_layers": len(settings["layers_block_type"])}
+    model = model_config({**settings, "architectures": [family]})
     shapes = array_shapes(model)
     for binding in bindings(model, family):
         size = math.prod(binding.shape)

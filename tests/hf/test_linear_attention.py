@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hf_cases import with_states
 from hf_folders import assert_same_tensors, convert_in, random_tensors, write_config, write_tensors
-from linear_configs import QWEN3_CODER_NEXT, QWEN35_TEXT
+from published_configs import KIMI_LINEAR, QWEN3_CODER_NEXT, QWEN35
 
 from maxmeg.config.model import DType
 from maxmeg.config.setting import with_fields
@@ -14,10 +14,7 @@ from maxmeg.hf import convert
 from maxmeg.hf.families.read import bindings, canonical_names, differences, hf_config, model_config
 from maxmeg.models.registry import architecture
 
-KIMI = {  # as the publisher's own files name its sizes
-    "architectures": ["KimiLinearForCausalLM"],
-    "auto_map": {"AutoModelForCausalLM": "modeling_kimi.KimiLinearForCausalLM"},
-    "first_k_dense_replace": 1,
+KIMI = KIMI_LINEAR | {  # small
     "hidden_size": 64,
     "kv_lora_rank": 16,
     "linear_attn_config": {
@@ -27,24 +24,11 @@ KIMI = {  # as the publisher's own files name its sizes
         "num_heads": 6,
         "short_conv_kernel_size": 3,
     },
-    "mla_use_nope": True,
-    "model_max_length": 4096,
-    "model_type": "kimi_linear",
     "moe_intermediate_size": 24,
-    "moe_layer_freq": 1,
-    "moe_renormalize": True,
-    "moe_router_activation_func": "sigmoid",
     "num_attention_heads": 4,
-    "num_expert_group": 1,
     "num_experts": 8,
-    "num_experts_per_token": 2,
     "num_hidden_layers": 4,
-    "num_nextn_predict_layers": 0,
-    "num_shared_experts": 1,
-    "rope_scaling": None,
-    "rope_theta": 10000.0,
-    "topk_group": 1,
-    "use_grouped_topk": True,
+    "num_key_value_heads": 4,
 }
 
 
@@ -91,11 +75,12 @@ def joined(tmp_path_factory):
     folder = tmp_path_factory.mktemp("joined")
     family, settings = with_states()["qwen 3.5 moe"]
     settings = {**settings, "architectures": [family], "mtp_num_hidden_layers": 1}
+    settings |= {"num_hidden_layers": 2, "layer_types": settings["layer_types"][:2]}
     model = model_config(settings)
     write_config(folder, model, family, mtp_num_hidden_layers=0)
     single = random_tensors(model, family)
     tensors = {name: array for name, array in single.items() if ".experts." not in name}
-    for layer in [*(f"model.layers.{i}." for i in range(4)), "mtp.layers.0."]:
+    for layer in [*(f"model.layers.{i}." for i in range(2)), "mtp.layers.0."]:
         parts = [
             np.stack([single[f"{layer}mlp.experts.{e}.{part}_proj.weight"] for e in range(4)])
             for part in ("gate", "up", "down")
@@ -127,7 +112,7 @@ def test_joined_experts_and_unmentioned_mtp_layers_are_imported(joined, tmp_path
     ],
 )
 def test_other_models_of_the_family_are_refused(changed, words):
-    settings = {**QWEN35_TEXT, "architectures": ["Qwen3_5ForCausalLM"], **changed}
+    settings = {**QWEN35["text_config"], "architectures": ["Qwen3_5ForCausalLM"], **changed}
     with pytest.raises(ValueError, match=words):
         model_config(settings)
 

@@ -64,13 +64,18 @@ def changes(made: dict[str, np.ndarray], every: list[Binding]) -> dict[str, np.n
     return actual
 
 
+FUSED = ("Phi3ForCausalLM", "GPTNeoXForCausalLM", "FalconForCausalLM", "GPT2LMHeadModel")
+
+
 def family_targets() -> list:
-    """Every family with one of three lists of targets, which take turns; the rest is slow."""
+    """Every family with one of three lists of targets, which take turns; those that fuse
+    projections with the other lists too, in slow tests."""
     targets = [("query", "value"), ("*",), ("attention.out", "mlp.up")]
     return [
         pytest.param(family, each, marks=() if (i - j) % 3 == 0 else pytest.mark.slow)
         for i, family in enumerate(FAMILIES)
         for j, each in enumerate(targets)
+        if (i - j) % 3 == 0 or family in FUSED
     ]
 
 

@@ -1,6 +1,7 @@
 """Adapters from folders of runs and of PEFT: their replies are the merged models', and folders that
 do not belong to the base are refused."""
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -13,8 +14,9 @@ from lora_runs import write_lora_run
 
 import maxmeg
 from maxmeg.config import files
+from maxmeg.config.schema import Config
 from maxmeg.hf.peft import SETTINGS, export_adapter
-from maxmeg.inference.adapters import attached, named_folders
+from maxmeg.inference.adapters import attached, named_folders, with_adapters
 from maxmeg.inference.requests import Request
 from maxmeg.inference.sampling import Sampling
 from maxmeg.models.lm import LM
@@ -26,11 +28,20 @@ RUNS = {
 }
 
 
-def save_base(folder: Path, seed: int) -> Path:
+@functools.cache
+def initialize():
+    """A function of a key, which is compiled once."""
+    return jax.jit(lambda key: LM(key, base_config().model))
+
+
+def base_config() -> Config:
     config = tiny({"init_std": 0.3, "max_position": 32, "attention.num_kv_heads": 4})
     config.data.tokenizer = f"null:{config.model.vocab_size}"
-    model = jax.jit(lambda key: LM(key, config.model))(jax.random.key(seed))
-    maxmeg.LanguageModel(model, config).save(folder)
+    return config
+
+
+def save_base(folder: Path, seed: int) -> Path:
+    maxmeg.LanguageModel(initialize()(jax.random.key(seed)), base_config()).save(folder)
     return folder
 
 
@@ -75,6 +86,7 @@ def test_replies_are_those_of_the_runs_with_the_adapters(folders):
 def test_adapters_that_do_not_belong_to_the_base(folders, tmp_path):
     base, first = folders["base"], folders["first"]
     other = save_base(tmp_path / "other", 1)
+    loaded = {folder: maxmeg.load(folder).trained for folder in (base, other, first)}
     longer = adapter_run(tmp_path / "longer", base, {"base": 5e5}, rank=1)
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -94,11 +106,12 @@ def test_adapters_that_do_not_belong_to_the_base(folders, tmp_path):
         ),
     ):
         with pytest.raises(ValueError, match=message):
-            maxmeg.engine(run, adapters={"one": adapter})
-    trained = maxmeg.load(base).trained
+            with_adapters(loaded[run], {"one": str(adapter)})
     pair = np.full((32, 1), np.inf, np.float32), np.zeros((1, 32), np.float32)
     with pytest.raises(ValueError, match="adapter one holds infinities or NaN"):
-        attached(trained, {"one": {"stack.groups.0.sublayers.0.mixers.attention.query": {0: pair}}})
+        attached(
+            loaded[base], {"one": {"stack.groups.0.sublayers.0.mixers.attention.query": {0: pair}}}
+        )
 
 
 @pytest.mark.parametrize(

@@ -45,14 +45,9 @@ HOSTILE = {
     "change of a message": ("{{ messages.append(1) }}", "SecurityError"),
     "import": ("{% import 'os' as os %}", "no loader"),
     "long range": ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
-    "loops in loops": (
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-        "more than 1 s of CPU",
-    ),
     "one long operation": ("{{ 9 ** (9 ** 9) }}", "more than 1 s of CPU"),
     "recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "without end"),
     "memory": ("{{ ('a' * 10**10) | length }}", "needs more than 512 MiB"),
-    "memory by a list": ("{{ ([1] * 10**9) | length }}", "needs more than 512 MiB"),
     "long text": ("{{ 'a' * 10**6 }}" * 20, "renders more than 16777216 characters"),
     "deep nesting": (
         "{{ " + "(" * 10**5 + "1" + ")" * 10**5 + " }}",

@@ -1,31 +1,17 @@
-"""Replies of random models that follow a grammar, and grammars that are refused."""
+"""Texts that follow a grammar, written by random choices among the tokens that it allows."""
 
-import functools
 import json
 import re
 
 import jsonschema
 import numpy as np
 import pytest
-from layouts import mesh_of, tiny, tiny_state
 
 from maxmeg.data.tokenizers.load import load_tokenizer
-from maxmeg.inference.engine import Engine
-from maxmeg.inference.grammar import Grammars
-from maxmeg.inference.load import Trained
-from maxmeg.inference.requests import Request
-from maxmeg.inference.sampling import Sampling
+from maxmeg.inference.grammar import Grammar, Grammars
 
-HOT = Sampling(temperature=2.0)
-
-
-@functools.cache
-def engine() -> Engine:
-    # A vocabulary of whole words of 32 bits, unlike that of test_engine.py.
-    config = tiny({"vocab_size": 288, "max_position": 1024, "init_std": 0.3}, fsdp=1)
-    mesh = mesh_of(config)
-    model = tiny_state(config, mesh)[2].model
-    return Engine(Trained(model, config, load_tokenizer("bytes"), 0, mesh), lanes=16, chunk=32)
+TOKENIZER = load_tokenizer("bytes")
+MOST = 600  # tokens of a text
 
 
 def schema(rng: np.random.Generator, depth: int = 0) -> dict:
@@ -54,32 +40,46 @@ def schema(rng: np.random.Generator, depth: int = 0) -> dict:
     return {"type": kind}
 
 
-def test_replies_follow_their_schema():
-    """Of a random model, at a high temperature: 50 schemas, and other requests beside them."""
-    served, rng = engine(), np.random.default_rng(0)
-    schemas = [schema(rng) for _ in range(50)]
-    grammars = [served.grammars.compile("json_schema", json.dumps(one)) for one in schemas]
-    replies = [
-        served.submit(np.arange(i % 5 + 1), Request(600, HOT, served.ends, grammar=grammar), i)
-        for i, grammar in enumerate(grammars)
-    ]
-    while served.step():
-        pass
-    for reply, one in zip(replies, schemas, strict=True):
-        assert reply.reason == "stop", (one, reply.text)
-        jsonschema.validate(json.loads(reply.text), one)
-    assert served.programs.compiled() == 2
+def grammars(vocab_size: int) -> Grammars:
+    return Grammars(TOKENIZER, vocab_size, (TOKENIZER.eod,))
 
 
-def test_regular_expressions_and_lark():
-    served = engine()
-    for kind, text in (("regex", "a[bc]{2}d"), ("lark", 'start: "a" ("b" | "c") ("b" | "c") "d"')):
-        grammar = served.grammars.compile(kind, text)
-        for reply in served.generate([np.arange(3)] * 4, Request(9, HOT, grammar=grammar)):
-            assert re.fullmatch("a[bc]{2}d", reply.text) and reply.reason == "stop"
-    some = served.grammars.compile("json_object")
-    reply = served.generate([np.arange(3)], Request(40, HOT, served.ends, grammar=some))[0]
-    assert reply.text.startswith("{")
+def random_text(grammar: Grammar, vocab_size: int, rng: np.random.Generator) -> str:
+    """A text that ends, at latest after MOST tokens, where its grammar is complete."""
+    matcher, ids = grammar.matcher(), []
+    for _ in range(MOST):
+        bits = np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")
+        (allowed,) = np.nonzero(bits)
+        assert len(allowed) and allowed.max() < vocab_size
+        ids.append(int(rng.choice(allowed)))
+        if matcher.add(ids[-1]):
+            return TOKENIZER.decode([i for i in ids if i != TOKENIZER.eod])
+    raise AssertionError(f"it does not end: {TOKENIZER.decode(ids)}")
+
+
+@pytest.mark.parametrize("vocab_size", [257, 288])  # 288: whole words of 32 bits
+def test_texts_follow_their_schema(vocab_size):
+    rng = np.random.default_rng(0)
+    for one in [schema(rng) for _ in range(50)]:
+        grammar = grammars(vocab_size).compile("json_schema", json.dumps(one))
+        jsonschema.validate(json.loads(random_text(grammar, vocab_size, rng)), one)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [("regex", "a[bc]{2}d"), ("lark", 'start: "a" ("b" | "c") ("b" | "c") "d"')],
+)
+def test_regular_expressions_and_lark(kind, text):
+    grammar, rng = grammars(257).compile(kind, text), np.random.default_rng(0)
+    texts = {random_text(grammar, 257, rng) for _ in range(20)}
+    assert len(texts) > 1 and all(re.fullmatch("a[bc]{2}d", text) for text in texts)
+
+
+def test_any_object_begins_with_a_brace():
+    bits = np.unpackbits(
+        grammars(257).compile("json_object").matcher().mask().view(np.uint8), bitorder="little"
+    )
+    assert [*np.nonzero(bits)[0]] == [ord("{")]
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_regular_expressions_and_lark():
 )
 def test_wrong_grammars_are_refused(kind, text, message):
     with pytest.raises(ValueError, match=message):
-        engine().grammars.compile(kind, text)
+        grammars(257).compile(kind, text)
 
 
 def test_a_tokenizer_without_bytes_has_no_grammars():

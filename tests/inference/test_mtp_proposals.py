@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from layouts import mesh_of, tiny, tiny_state
 
+from maxmeg.config.schema import Config
 from maxmeg.data.tokenizers.load import load_tokenizer
 from maxmeg.inference.engine import Engine
 from maxmeg.inference.load import Trained
@@ -38,10 +39,14 @@ KINDS = {
 }
 
 
+def config_of(kind: str, **parallel: int) -> Config:
+    size = {"init_std": 0.3, "max_position": LENGTH, "vocab_size": 257, "mtp.num_layers": DEPTHS}
+    return tiny({**KINDS[kind], **size}, **parallel or {"fsdp": 1})
+
+
 @functools.cache
 def trained(kind: str = "grouped", **parallel: int) -> Trained:
-    size = {"init_std": 0.3, "max_position": LENGTH, "vocab_size": 257, "mtp.num_layers": DEPTHS}
-    config = tiny({**KINDS[kind], **size}, **parallel or {"fsdp": 1})
+    config = config_of(kind, **parallel)
     _, _, state = tiny_state(config, mesh_of(config))
     return Trained(state.model, config, load_tokenizer("bytes"), 0, mesh_of(config))
 
@@ -97,12 +102,13 @@ def test_proposals_are_those_of_forward_passes(sampling):
     assert max(found) < 15 if sampling is WARM else max(found) == NEW - 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "parallel"),
     [
-        pytest.param("grouped", {}, marks=pytest.mark.slow),
-        pytest.param("grouped", {"fsdp": 2, "tensor": 2}, marks=pytest.mark.slow),
-        pytest.param("experts", {"fsdp": 1, "expert": 2, "tensor": 2}, marks=pytest.mark.slow),
+        ("grouped", {}),
+        ("grouped", {"fsdp": 2, "tensor": 2}),
+        ("experts", {"fsdp": 1, "expert": 2, "tensor": 2}),
     ],
 )
 def test_proposals_change_no_reply(kind, parallel):
@@ -132,5 +138,7 @@ def test_mtp_layers_with_states_make_no_proposals(monkeypatch):
 
 
 def test_more_proposals_than_layers_are_refused():
+    config = config_of("grouped")
+    unread = Trained(None, config, load_tokenizer("bytes"), 0, mesh_of(config))  # pyright: ignore
     with pytest.raises(ValueError, match="proposals=3 exceeds the 2 MTP layers"):
-        engine(3)
+        Engine(unread, **SMALL, proposals=3)

@@ -57,7 +57,7 @@ class Requests(RuleBasedStateMachine):
         assert unused <= {*self.pages.known.values()} <= used | unused
 
 
-Requests.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+Requests.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
 TestRequests = Requests.TestCase
 
 

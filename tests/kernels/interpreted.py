@@ -60,14 +60,6 @@ def fill_gaps(monkeypatch, always: bool) -> None:
     monkeypatch.setattr(plgpu, "broadcasted_iota", iota)
 
 
-def read_the_next_tiles(monkeypatch, kernel) -> None:
-    """Let the consumers of a kernel's module read the slot after the one that they waited for."""
-    real = kernel.tiles_at
-    monkeypatch.setattr(
-        kernel, "tiles_at", lambda tiling, ring, place, group: real(tiling, ring, place + 1, group)
-    )
-
-
 def interpret(call, monkeypatch, plainly: bool = False):
     """(call(), or None of a call with a race, whether a race was found).
 

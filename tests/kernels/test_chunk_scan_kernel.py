@@ -7,7 +7,6 @@ tests/absent/test_chunk_scan_memory.py compiles the kernels.
 """
 
 import jax
-import jax.numpy as jnp
 import pytest
 from interpreted_products import interpret, replace_products
 from ops.chunk_scan_cases import TOLERANCE, Case, arrays_of, error, expected, run
@@ -25,120 +24,44 @@ from maxmeg.config.recurrent import (
 from maxmeg.kernels import chunk_scan as kernel
 from maxmeg.kernels import chunk_scan_backward as backward_kernel
 from maxmeg.kernels import delta_scan, delta_scan_backward
-from maxmeg.kernels.mosaic import plgpu
 from maxmeg.ops import chunk_scan as module
 from maxmeg.ops.backend import Device
 from maxmeg.ops.chunk_scan import ScanSpec, chunk_scan
 
 ROWS = {"mamba": 8, "delta": 16}  # of a warpgroup; a chunk has 16 tokens
 SIZES = {"rows": 1, "groups": 1, "heads": 2, "state": 16, "value": 16}
-# name: (case, slots of the rings, least number of programs of a launch)
 CASES = {
-    "documents in three chunks, an initial state": (Case(length=42, **SIZES, seed=3), 1, 1),
-    "one document, whole chunks, two tiles of states": (
-        Case(length=32, **SIZES | {"state": 32}, documents=False, decay=5.0),
-        2,
-        4,
-    ),
-    "delta rule, documents, an odd number of chunks, two consumers": (
-        Case("delta", length=40, **SIZES | {"value": 32}, decay=0.1),
-        1,
-        1,
-    ),
-    "delta rule, one document, two tiles of states, two parts": (
-        Case("delta", length=64, **SIZES | {"heads": 1, "state": 32, "value": 32}, documents=False),
-        2,
-        1,
+    "documents in three chunks, an initial state": Case(length=42, **SIZES, seed=3),
+    "delta rule, documents, an odd number of chunks, two consumers": Case(
+        "delta", length=40, **SIZES | {"value": 32}, decay=0.1
     ),
 }
 
 
-@pytest.fixture
-def interpreter(monkeypatch):
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_results_are_those_of_the_recurrence_without_a_race(name: str, monkeypatch):
+    """With one slot in each ring."""
+    case = CASES[name]
+    sizes = case.state, case.value
     monkeypatch.setattr(choice, "target_device", lambda: Device("cuda", (9, 0)))
-    monkeypatch.setattr(kernel, "WARPGROUP_ROWS", ROWS["mamba"])
     monkeypatch.setattr(
         module.chunk_mosaic, "kernel_sizes", lambda inputs: inputs.state_BHNP.shape[2:]
     )
-    replace_products(monkeypatch)
-    return monkeypatch
-
-
-def scanned(case: Case, slots: int, programs: int, monkeypatch) -> tuple[dict[str, float], bool]:
-    """(errors of the results, whether there was a race)."""
     monkeypatch.setattr(kernel, "WARPGROUP_ROWS", ROWS[case.kind])
+    monkeypatch.setattr(kernel, "STAGES", {sizes: 1})
+    monkeypatch.setattr(backward_kernel, "STAGES", {sizes: 1})
+    monkeypatch.setattr(backward_kernel, "PROGRAMS", 1)
     monkeypatch.setattr(delta_scan, "PROGRAMS", 2)
-    monkeypatch.setattr(delta_scan, "SIZES", ((case.state, case.value),))
-    monkeypatch.setattr(delta_scan, "STAGES", {1: slots, 2: slots})
-    monkeypatch.setattr(backward_kernel, "PROGRAMS", programs)
-    for one in (kernel, backward_kernel):
-        monkeypatch.setattr(one, "STAGES", {(case.state, case.value): slots})
+    monkeypatch.setattr(delta_scan, "SIZES", (sizes,))
+    monkeypatch.setattr(delta_scan, "STAGES", {1: 1, 2: 1})
+    replace_products(monkeypatch)
     arrays, segments = arrays_of(case, "bfloat16")
     actual, race = interpret(lambda: run(case, arrays, segments, "mosaic"), monkeypatch)
-    if race or actual is None:
-        return {}, True
+    assert not race
     wanted = expected(case, arrays, segments)
-    return {name: error(actual[name], wanted[name]) for name in wanted}, False
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_results_are_those_of_the_recurrence_without_a_race(name: str, interpreter):
-    errors, race = scanned(*CASES[name], interpreter)
-    assert not race and max(errors.values()) <= TOLERANCE["bfloat16"], errors
-
-
-def one_chunk() -> list:
-    """The side of the queries of two heads."""
-    wide, narrow = (jnp.ones((1, 16, count, 16), jnp.bfloat16) for count in (1, 2))
-    states = jnp.ones((1, 1, 2, 16, 16), jnp.bfloat16)
-    common = jnp.zeros((1, 2, 16)), None
-    return backward_kernel.side(wide, wide, narrow, narrow, states, common)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["forward", "backward", "delta rule"])
-def test_a_slot_released_before_its_products_are_made_is_a_race(name, interpreter):
-    kind = "delta" if name == "delta rule" else "mamba"
-    place = {
-        "forward": (kernel, "scan_chunk"),
-        "backward": (backward_kernel, "add_head"),
-        "delta rule": (delta_scan, "scan_chunk"),
-    }[name]
-    real = getattr(*place)
-
-    def release_first(program, *others):
-        slot = others[-2] % program.plan.stages
-        plgpu.barrier_wait(program.barriers.ready.at[slot])
-        plgpu.barrier_arrive(program.barriers.free.at[slot])
-        waits, arrives = plgpu.barrier_wait, plgpu.barrier_arrive
-        slotted = program.barriers.ready, program.barriers.free
-        with interpreter.context() as patch:
-            for name, call in (("barrier_wait", waits), ("barrier_arrive", arrives)):
-
-                def other(barrier, call=call):
-                    if all(barrier.ref is not other for other in slotted):
-                        call(barrier)
-
-                patch.setattr(plgpu, name, other)
-            return real(program, *others)
-
-    interpreter.setattr(*place, release_first)
-    for one in (kernel, backward_kernel):
-        interpreter.setattr(one, "STAGES", {(16, 16): 1})
-    interpreter.setattr(kernel, "WARPGROUP_ROWS", ROWS[kind])
-    interpreter.setattr(backward_kernel, "PROGRAMS", 1)
-    interpreter.setattr(delta_scan, "SIZES", ((16, 16),))
-    interpreter.setattr(delta_scan, "STAGES", {1: 1})
-    case = Case(kind, length=64, **SIZES | {"heads": 1}, documents=False)
-    arrays = jax.tree.map(jnp.asarray, arrays_of(case, "bfloat16")[0])
-    inputs = tuple(arrays[name] for name in ("q", "k", "v", "log_decay", "state"))
-    call = {
-        "forward": lambda: kernel.scan(inputs),
-        "backward": one_chunk,
-        "delta rule": lambda: delta_scan.scan(inputs, arrays["beta"]),
-    }[name]
-    assert interpret(call, interpreter)[1]
+    errors = {name: error(actual[name], wanted[name]) for name in wanted}
+    assert max(errors.values()) <= TOLERANCE["bfloat16"], errors
 
 
 @pytest.mark.parametrize(

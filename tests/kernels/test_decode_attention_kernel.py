@@ -8,35 +8,29 @@ has no code, by plain ones of the same operands; and memory that results share w
 import dataclasses
 import functools
 
+import interpreted
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call, params
-from ops.decode_attention_cases import CASES, TOLERANCE, arrays_of, errors, expected, run, sees
+from ops.attention_cases import sees_place
+from ops.decode_attention_cases import CASES, TOLERANCE, arrays_of, errors, expected, run
 
 import maxmeg.ops.backend as choice
 from maxmeg.kernels import decode_attention as kernel
 from maxmeg.kernels import mosaic
-from maxmeg.kernels.decode_attention import DECODE_TILES, TUNED_SHAPES, Pages
+from maxmeg.kernels.decode_attention import DECODE_TILES, Pages
 from maxmeg.kernels.intervals import FlashSpec
 from maxmeg.ops.backend import Device
 
 pytestmark = pytest.mark.slow
 
-MERGED = 1e-6  # by norm, float32
 # name of a case: dtype, parts of each row, blocks in the rings
 INTERPRETED = {
-    "several blocks": ("bfloat16", 1, 2),  # more blocks than the rings hold
-    "pages of 8": ("float16", 1, 3),
-    "pages of 128": ("bfloat16", 2, 2),
     "drafts longer than the row": ("bfloat16", 1, 2),
-    "window, drafts": ("bfloat16", 3, 1),
     "chunks of all keys": ("float16", 3, 2),  # more parts than blocks
-    "nothing at all": ("bfloat16", 2, 2),
     "everything": ("bfloat16", 2, 2),
-    "heads of 80": ("bfloat16", 1, 4),
     "heads of 192 and 128": ("bfloat16", 2, 2),
 }
 
@@ -53,10 +47,6 @@ def add_values(out, weights, v_tile) -> jax.Array:
     return out + contract(weights, v_tile[...], ((1,), (0,)))
 
 
-def plain_iota(dtype, shape, dim, *, layout) -> jax.Array:
-    return lax.broadcasted_iota(dtype, shape, dim)
-
-
 @pytest.fixture
 def interpreter(monkeypatch):
     """Lets the interpreter run the kernel for calls that name the backend mosaic."""
@@ -65,7 +55,7 @@ def interpreter(monkeypatch):
     monkeypatch.setattr(kernel, "add_values", add_values)
     monkeypatch.setattr(mosaic, "load", lambda ref, layout: ref[...])
     monkeypatch.setattr(mosaic.plgpu, "layout_cast", lambda array, layout: array)
-    monkeypatch.setattr(mosaic.plgpu, "broadcasted_iota", plain_iota)
+    monkeypatch.setattr(mosaic.plgpu, "broadcasted_iota", interpreted.iota)
     monkeypatch.setattr(mosaic.plgpu, "RefUnion", lambda *groups: groups)
     return monkeypatch
 
@@ -78,16 +68,9 @@ def interpret(name: str, monkeypatch) -> tuple[dict[str, float], bool]:
     monkeypatch.setitem(DECODE_TILES, dims, tile)
     monkeypatch.setattr(kernel, "part_count", lambda *sizes: parts)
     arrays = arrays_of(case, dtype)
-    try:
-        with params.force_gpu_interpret_mode(params.InterpretGPUParams(detect_races=True)):
-            actual = run(case, *arrays, "mosaic")
-        race = interpret_pallas_call.get_races().races_found
-    except jax.errors.JaxRuntimeError as error:  # how jax 0.12 reports a race
-        if "RACE DETECTED" not in str(error):
-            raise
+    actual, race = interpreted.interpret(lambda: run(case, *arrays, "mosaic"), monkeypatch)
+    if actual is None:
         return {}, True
-    finally:
-        interpret_pallas_call.reset_gpu_interpret_mode_state()
     assert actual["out"].dtype == dtype and actual["lse"].dtype == "float32"
     return errors(actual, expected(case, *arrays)), race
 
@@ -114,7 +97,7 @@ def test_spans_hold_what_is_seen_and_no_more(name: str):
     table = kernel.visible_spans(spec, lengths, case.queries, keys, capacity)
     for row, length in enumerate(case.lengths):
         places = length - case.queries + np.arange(case.queries)
-        seen = np.array([[sees(case.spec, i, j) for j in range(length)] for i in places])
+        seen = np.array([[sees_place(case.spec, i, j) for j in range(length)] for i in places])
         seen = np.pad(seen.reshape(case.queries, length), ((0, 0), (0, capacity - length)))
         lower, upper, span = (np.asarray(part)[row] for part in table)
         positions = np.arange(capacity)
@@ -128,29 +111,6 @@ def test_spans_hold_what_is_seen_and_no_more(name: str):
         np.testing.assert_array_equal((index >= first) & (index < end), blocks)
         full = seen.all(axis=0).reshape(-1, keys).all(axis=1)
         assert full[first_full:end_full].all() and full.sum() == end_full - first_full
-
-
-def test_merged_parts_are_the_whole():
-    """A softmax over three parts, of which one sees nothing and holds NaN, and one is a sink."""
-    rng = np.random.default_rng(0)
-    scores = rng.normal(size=(2, 3, 7, 16)).astype(np.float32) * 4
-    values = rng.normal(size=(2, 3, 16, 5)).astype(np.float32)
-    sinks = jnp.asarray(rng.normal(size=(3, 7)), jnp.float32)
-    halves = np.split(np.arange(16), [5])
-    lse = [np.log(np.exp(scores[..., part]).sum(-1)) for part in halves]
-    out = [
-        np.exp(scores[..., part]) @ values[:, :, part] / np.exp(sums)[..., None]
-        for part, sums in zip(halves, lse, strict=True)
-    ]
-    parts = jnp.stack([*out, np.full_like(out[0], np.nan)], axis=1)
-    sums = jnp.stack([*lse, np.full_like(lse[0], -np.inf)], axis=1)
-    for sink in (None, sinks):
-        total = np.exp(scores).sum(-1) + (0 if sink is None else np.exp(sink))
-        wanted = (np.exp(scores) @ values / total[..., None], np.log(total))
-        for actual, whole in zip(kernel.merge_parts(parts, sums, sink), wanted, strict=True):
-            assert np.linalg.norm(actual - whole) <= MERGED * np.linalg.norm(whole)
-    nothing = kernel.merge_parts(parts[:, 2:], sums[:, 2:], None)
-    assert not nothing[0].any() and (nothing[1] == -np.inf).all()
 
 
 @pytest.mark.parametrize(
@@ -186,24 +146,3 @@ def test_unsupported_input_is_refused(options: dict, message: str):
     assert kernel.decode_refuses(*arrays()) == ""
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(lambda *all: kernel.paged_attention(*all, FlashSpec()), *arrays(**options))
-
-
-@pytest.mark.parametrize("options", [{"page": 16}, {"dim": 256, "page": 128, "queries": 4}])
-def test_it_lowers_for_a_gpu(options: dict):
-    """With the layouts of registers and memory, which the interpreter does not know."""
-    spec = FlashSpec(window=100, softcap=30.0)
-    call = jax.jit(functools.partial(kernel.paged_attention, spec=spec))
-    lowered = call.trace(*arrays(**options)).lower(lowering_platforms=("cuda",))
-    assert "mosaic_gpu" in lowered.as_text()
-
-
-def test_every_tuned_shape_is_taken():
-    for shape in TUNED_SHAPES.values():
-        q = jax.ShapeDtypeStruct((1, shape.queries, shape.heads, shape.head_dim), jnp.bfloat16)
-        dims = (shape.head_dim, shape.values)
-        pools = [
-            jax.ShapeDtypeStruct((2, shape.page, shape.key_heads, dim), jnp.bfloat16)
-            for dim in dims
-        ]
-        assert kernel.decode_refuses(q, Pages(*pools, None, None)) == ""
-        assert shape.length % shape.page == 0

@@ -42,7 +42,6 @@ CASES = {
         Case(8, 40, 2, 1, HEAD, spec=FULL),
         Sizes(consumers=1, block=16),
     ),
-    "some queries see nothing": (Case(16, 16, 1, 1, HEAD, offset=-9), Sizes()),
     "window, later queries": (
         Case(8, 48, 1, 1, HEAD, spec=ScoreSpec(window=25, softcap=1.5), offset=33),
         Sizes(stages=3),
@@ -52,12 +51,7 @@ CASES = {
         Sizes(consumers=3),
     ),
     "documents": (Case(24, heads=1, head_dim=HEAD, segments=(3, 13, 8), sinks=True), Sizes()),
-    "odd lengths": (Case(5, 11, 1, 1, HEAD, spec=FULL), Sizes()),
     "heads of 192 and 128": (Case(16, 24, 1, 1, 192, 128, offset=8), Sizes(split=True)),
-    "heads of 256": (
-        Case(8, 24, 1, 1, 256, offset=13, spec=ScoreSpec(window=16, softcap=0.5)),
-        Sizes(consumers=1, split=True),
-    ),
 }
 
 

@@ -16,7 +16,7 @@ from ops.grouped_matmul_cases import rounded as quantized
 
 import maxmeg.ops.backend as choice
 from maxmeg.kernels import grouped_matmul as kernel
-from maxmeg.kernels.grouped_matmul import TUNED_SHAPES, operands_refuse, part_sizes, row_tiles
+from maxmeg.kernels.grouped_matmul import part_sizes, row_tiles
 from maxmeg.kernels.matmul import ATOM_ROWS
 from maxmeg.ops.backend import Device
 from maxmeg.ops.experts import grouped_matmul
@@ -26,19 +26,10 @@ pytestmark = pytest.mark.slow
 ROWS = 128  # of a tile
 TOLERANCE = 4e-3  # of the norm, against products of the same operands
 # name of a case: programs that share the items
-FEW = {"odd sizes": 1}  # jax 0.10 takes 10 s a case
-MANY = {
-    "one row": 1,
-    "odd sizes": 3,
-    "empty groups": 5,
-    "rows after the last": 2,
-    "whole tiles after the last": 132,
-    "nothing but rows after": 2,
-    "every size of a part": 4,
-    "fp8, rows after the last": 3,
-    "blockwise, several blocks": 3,
-}
-INTERPRETED = MANY if COMPLETE else FEW
+INTERPRETED = {"odd sizes": 3}
+if COMPLETE:  # jax 0.10 takes 10 s a case
+    INTERPRETED |= {"rows after the last": 2, "fp8, rows after the last": 3}
+    INTERPRETED |= {"blockwise, several blocks": 3}
 SIZES = [(*case.sizes, case.rest) for case in CASES.values()]
 
 
@@ -58,7 +49,7 @@ def errors(name: str, monkeypatch) -> tuple[dict[str, float], bool]:
     case = CASES[name]
     if not WRITES_PAST_THE_END:
         case = dataclasses.replace(case, inner=128, outer=128)
-    monkeypatch.setattr(kernel, "MULTIPROCESSORS", INTERPRETED.get(name, 1))
+    monkeypatch.setattr(kernel, "MULTIPROCESSORS", INTERPRETED[name])
     arrays, sizes = arrays_of(case, "bfloat16")
     actual, race = interpret(lambda: run(case, arrays, sizes, "mosaic"), monkeypatch)
     if race:
@@ -72,17 +63,6 @@ def test_product_and_gradients_without_a_race(name: str, hopper):
     actual, race = errors(name, hopper)
     assert not race
     assert max(actual.values()) < TOLERANCE, actual
-
-
-def test_rows_that_are_not_set_to_zero_are_noticed(hopper):
-    """The table's dead rows are NaN: they must reach no gradient through a group's steps."""
-    (x, _, slope), sizes = arrays_of(CASES["rows after the last"], "bfloat16")
-    x, slope = (jnp.asarray(array[:, :128]) for array in (x, slope))
-    hopper.setattr(kernel, "MULTIPROCESSORS", 1)
-    hopper.setattr(kernel, "keep_rows", lambda tile, own: None)
-    call = lambda: kernel.grouped_weights(x, slope, jnp.asarray(sizes))  # noqa: E731
-    actual, race = interpret(call, hopper)
-    assert not race and np.isnan(np.asarray(actual, np.float32)).any()
 
 
 @pytest.mark.parametrize("sizes", SIZES)
@@ -113,10 +93,3 @@ def test_parts_add_up_to_any_number_of_rows():
     sizes = part_sizes()
     for live in range(64):
         assert sum(size for size in sizes if live & size) == live
-
-
-def test_every_tuned_shape_is_taken():
-    for shape in TUNED_SHAPES.values():
-        x = jax.ShapeDtypeStruct((shape.tokens, shape.inner), jnp.bfloat16)
-        w = jax.ShapeDtypeStruct((shape.groups, shape.inner, shape.outer), jnp.bfloat16)
-        assert operands_refuse(x, w) == operands_refuse(x, w, fp8=True) == ""

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -103,19 +102,6 @@ def steps(folder: Path) -> list[int]:
     return [json.loads(row)["step"] for row in path.read_text().splitlines() if row.endswith("}")]
 
 
-def training_processes(folder: Path) -> list[int]:
-    """Process numbers of the training processes of a run folder."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_text().split("\0")
-        except OSError:
-            continue
-        if "maxmeg.train" in words and any(str(folder) in word for word in words):
-            found += [int(path.parent.name)] * Path(words[0]).name.startswith("python")
-    return found
-
-
 def log_of(folder: Path) -> str:
     return "\n".join(path.read_text() for path in sorted(folder.glob("maxmeg-*.log")))
 
@@ -135,17 +121,6 @@ def test_a_preempted_job_is_requeued_and_resumes(cluster, tmp_path):
     assert steps(tmp_path) == list(range(1, 151))
     logs = tmp_path / f"logs/maxmeg-{job}"
     assert sorted(path.name for path in logs.iterdir()) == [f"{rank}.log" for rank in range(4)]
-
-
-def test_a_killed_process_restarts_the_run_on_the_same_nodes(cluster, tmp_path):
-    job = submit(cluster, tmp_path, 300)
-    wait_for_steps(cluster, job, tmp_path, 8)
-    victim = max(training_processes(tmp_path))
-    os.kill(victim, signal.SIGKILL)
-    wait_until(lambda: ended(cluster, job), SECONDS)
-    assert state(cluster, job) == "COMPLETED", log_of(tmp_path)
-    assert "restart 1 of 3" in log_of(tmp_path)
-    assert steps(tmp_path) == list(range(1, 301))
 
 
 def test_the_preflight_runs_on_all_nodes_first(cluster, tmp_path):

@@ -1,16 +1,16 @@
 """The auxiliary values of a layer with experts, against loops in float64 NumPy."""
 
 import math
-import typing
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sharded_layers import drawn
 
 from maxmeg.layers.balance import dropped
 from maxmeg.layers.context import Context
-from maxmeg.layers.moe import Moe, MoeSpec
+from maxmeg.layers.moe import MoeSpec
 from maxmeg.ops.experts.routing import RoutingSpec
 from maxmeg.parallel.trainable import trained
 
@@ -26,7 +26,6 @@ SPEC = MoeSpec(
     global_aux_loss=0.125,
     z_loss=2.0,
     capacity=0.5,
-    std=0.5,
 )
 WEIGHT = 0.25  # of a microbatch
 LOAD = np.arange(E) + 1.0
@@ -60,8 +59,9 @@ def expected(x_TD, router_DE) -> dict:
 
 def test_auxiliary_values_are_the_losses_without_coefficients():
     """Summed over copies of tokens, whatever the weight of the microbatch; they set the state."""
-    moe: typing.Any = Moe(jax.random.key(0), SPEC)
-    x_BLD = jax.random.normal(jax.random.key(1), (B, L, D))
+    moe, x_BLD = drawn(SPEC.make, 0.5), np.random.default_rng(0).normal(size=(B, L, D))
+    x_BLD = jnp.float32(x_BLD)
+    moe.bias[...] = jnp.zeros(E)
     moe.load[...] = jnp.asarray(LOAD, jnp.float32)
     ctx = Context(jnp.zeros((B, L), int), microbatch_weight=WEIGHT)
     _, _, aux = jax.jit(lambda moe: moe(x_BLD, ctx))(moe)
@@ -84,4 +84,5 @@ def test_each_piece_of_the_sequence_drops_by_itself(pieces):
     for piece in range(pieces):
         part = experts[:, piece * length : (piece + 1) * length].reshape(-1)
         beyond += np.maximum(np.bincount(part, minlength=E) - limit, 0).sum()
-    assert float(dropped(jnp.asarray(experts.reshape(-1, K)), B, pieces, SPEC)) == beyond
+    found = jax.jit(lambda experts_TK: dropped(experts_TK, B, pieces, SPEC))
+    assert float(found(jnp.asarray(experts.reshape(-1, K)))) == beyond

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sharded_layers import drawn
 
 from maxmeg.config.model import DType, ModelConfig, Position
 from maxmeg.config.retro import retro_layers
@@ -39,7 +40,7 @@ def test_equals_numpy(of_neighbours):
     spec = ChunkedCrossSpec(
         D, H, H, D // H, rotary=None, causal=False, chunk_length=M, of_neighbours=of_neighbours
     )
-    mixer, rng = spec.make(jax.random.key(0)), np.random.default_rng(0)
+    mixer, rng = drawn(spec.make, 0.3), np.random.default_rng(0)
     h_BLD, memory_BMD = (rng.normal(size=(2, n, D)).astype(np.float32) for n in (L, S))
     segments_BL, segments_BM = segments(rng)
     visible_BLM = np.zeros((2, L, S), bool)
@@ -71,9 +72,9 @@ def test_equals_numpy(of_neighbours):
 def logits():
     fields = {"layers": retro_layers((1, 2), 2), "num_layers": 6, "hidden_size": D}
     fields |= {"attention.num_heads": H, "position": Position.learned, "max_position": L}
-    fields |= {"retro.chunk_length": M, "retro.neighbour_length": R, "init_std": 0.5}
+    fields |= {"retro.chunk_length": M, "retro.neighbour_length": R}
     config = with_fields(ModelConfig(), fields | {"dtype": DType.float32, "vocab_size": VOCAB})
-    model = LM(jax.random.key(0), config)
+    model = drawn(lambda key: LM(key, config), 0.5)
 
     @jax.jit
     def run(ids, near, near_segments):

@@ -41,14 +41,8 @@ def config(**lora) -> Config:
     )
 
 
-def stirred(model):
-    """With random B, so small that attention is not saturated, which amplifies rounding."""
-    for i, linear in enumerate(linears(model).values()):
-        if linear.lora is not None:
-            b = linear.lora.b.get_value()
-            b = 0.1 * jax.random.normal(jax.random.key(i), b.shape)
-            linear.lora.b = linear.lora.b.replace(b)
-    return model
+def made(settings: Config) -> LM:
+    return jax.jit(lambda key: language_model(key, settings))(jax.random.key(0))
 
 
 @pytest.mark.parametrize("axes", [("embed", "heads"), ("mlp", "embed")])
@@ -68,36 +62,38 @@ def test_dropout_depends_only_on_the_place_and_is_scaled():
     training = {"dropout_key": jax.random.key(0), "layer": 1, "training": True}
     ctx = Context(jnp.zeros((B, L), int), rows_B=jnp.arange(B), **training)
     x = jnp.ones((B, L, 4096))
-    means = np.asarray(lora(x, ctx)) / 4096
+    kept = jax.jit(lambda lora, x, ctx: (lora.kept(x, ctx), lora(x, ctx)))
+    whole, sums = map(np.asarray, kept(lora, x, ctx))
+    means = sums / 4096
     assert np.abs(means - 1).max() < 0.05 and len(np.unique(means)) > 1
     alone = Context(jnp.zeros((1, L), int), rows_B=jnp.arange(1, 2), **training)
-    np.testing.assert_array_equal(lora.kept(x, ctx)[1:], lora.kept(x[1:], alone))
+    np.testing.assert_array_equal(whole[1:], kept(lora, x[1:], alone)[0])
     other = Lora(jnp.ones((4096, 1)), jnp.ones((1, 1)), ("embed", "mlp"), spec, 1)
-    assert (lora.kept(x, ctx) != other.kept(x, ctx)).any()
+    assert (whole != kept(other, x, ctx)[0]).any()
     assert (lora(x, Context(jnp.zeros((B, L), int))) == 4096).all()
 
 
 def test_base_is_frozen_in_the_compute_dtype_and_starts_as_without_adapters():
     settings = config(rank=R, targets=("attention.*",))
     settings.model.dtype = DType.bfloat16
-    model = language_model(jax.random.key(0), settings)
-    plain = LM(jax.random.key(0), settings.model)
+    key = jax.random.key(0)
+    model, plain = made(settings), jax.jit(lambda key: LM(key, settings.model))(key)
     own, rest = trained(model), frozen(model)
     assert {leaf.dtype for leaf in jax.tree.leaves(own)} == {jnp.dtype("float32")}
     assert {leaf.dtype for leaf in jax.tree.leaves(rest)} == {jnp.dtype("bfloat16")}
     assert len(jax.tree.leaves(own)) == 2 * 4
     for ours, theirs in zip(jax.tree.leaves(rest), jax.tree.leaves(plain), strict=True):
-        np.testing.assert_array_equal(ours, theirs.astype(jnp.bfloat16))
+        np.testing.assert_array_equal(ours, np.asarray(theirs).astype(jnp.bfloat16))
     for ours, whole in zip(jax.tree.leaves(joined(own, rest)), jax.tree.leaves(model), strict=True):
         assert ours is whole
     for linear in linears(model).values():
         if linear.lora is not None:
-            a, b = linear.lora.a.get_value(), linear.lora.b.get_value()
-            assert not b.any() and len({np.asarray(layer).tobytes() for layer in a}) == len(a)
+            a, b = (np.asarray(v.get_value()) for v in (linear.lora.a, linear.lora.b))
+            assert not b.any() and len({layer.tobytes() for layer in a}) == len(a)
 
 
 def test_without_rank_everything_is_trained():
-    model = language_model(jax.random.key(0), config())
+    model = jax.eval_shape(lambda key: language_model(key, config()), jax.random.key(0))
     assert not jax.tree.leaves(frozen(model))
     assert len(jax.tree.leaves(trained(model))) == len(jax.tree.leaves(model))
 
@@ -106,28 +102,36 @@ def test_without_rank_everything_is_trained():
 def test_what_an_adapter_starts_with_does_not_depend_on_the_pipeline(layers):
     settings = config(rank=R)
     settings.model.num_layers = layers
-    plain = language_model(jax.random.key(0), settings)
+    plain = made(settings)
     settings.parallel = ParallelConfig(pipe=2, chunks=2, pad_layers=True)
-    piped = language_model(jax.random.key(0), settings)
+    piped = made(settings)
     (order,) = piped.stack.layout.orders
     for path, linear in linears(piped).items():
         if linear.lora is None:
             continue
-        a, reference = (each.lora.a.get_value() for each in (linear, linears(plain)[path]))
+        pair = (linear, linears(plain)[path])
+        a, reference = (np.asarray(each.lora.a.get_value()) for each in pair)
         for place, layer in enumerate(order):
             np.testing.assert_array_equal(a[place], reference[layer] if layer >= 0 else 0)
 
 
 def test_merged_model_computes_the_same_without_adapters():
-    model = stirred(language_model(jax.random.key(0), config(rank=R, targets=("*",))))
-    plain, base = merged(model), LM(jax.random.key(0), config().model)
+    """With random B, so small that attention is not saturated, which amplifies rounding."""
+    model, rng = made(config(rank=R, targets=("*",))), np.random.default_rng(0)
+    base = jax.jit(lambda key: LM(key, config().model))(jax.random.key(0))
+    for linear in linears(model).values():
+        if linear.lora is not None:
+            b = jnp.float32(0.1 * rng.normal(size=linear.lora.b.shape))
+            linear.lora.b = linear.lora.b.replace(b)
+    plain = jax.jit(merged)(model)
     for ours, theirs in zip(jax.tree.leaves(plain), jax.tree.leaves(base), strict=True):
         assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
     assert not jax.tree.leaves(frozen(plain))
     ids_BL = jnp.arange(2 * 8).reshape(2, 8)
-    expected = model(ids_BL)
-    assert np.abs(plain(ids_BL) - expected).max() <= LOGITS * np.abs(expected).max()
-    assert np.abs(base(ids_BL) - expected).max() > 0.01
+    run = jax.jit(lambda model: model(ids_BL))
+    expected, found, without = (np.asarray(run(each)) for each in (model, plain, base))
+    assert np.abs(found - expected).max() <= LOGITS * np.abs(expected).max()
+    assert np.abs(without - expected).max() > 0.01
 
 
 @pytest.mark.parametrize(

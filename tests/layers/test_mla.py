@@ -1,14 +1,13 @@
-"""Multi-latent attention is its definition, on one device and on meshes; so is decoding."""
+"""Multi-latent attention is its definition, and the same on meshes. (Decoding: test_mixers.py.)"""
 
 import dataclasses
-import functools
 
 import cached
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sharded_layers import check_equal, on_mesh, with_gradients
+from sharded_layers import check_equal, drawn, on_mesh, with_gradients
 
 from maxmeg.config.mixers import QkNorm
 from maxmeg.config.model import ModelConfig, Position
@@ -29,7 +28,7 @@ from maxmeg.parallel import collectives
 B, L, D, H, K, N, V, R = 2, 8, 16, 4, 6, 4, 5, 8
 PLAIN = MlaSpec(
     *(D, H, H, K, RotarySpec(interleaved=True)),
-    std=0.5, out_std=0.5, query_rank=12, kv_rank=R, rotary_size=N, value_size=V,
+    query_rank=12, kv_rank=R, rotary_size=N, value_size=V,
 )  # fmt: skip
 SPECS = {
     "deepseek-v3": PLAIN,
@@ -44,16 +43,16 @@ SPECS = {
 
 def model(spec: MlaSpec | ResidualSpec, adapters: LoraSpec | None = None):
     """Random weights, also of what starts as zeros; adapters beside every projection."""
-    layer = (Mla if isinstance(spec, MlaSpec) else Residual)(jax.random.key(0), spec)
-    if adapters is not None:
-        for at, linear in enumerate(linears(layer).values()):
+
+    def make(key):
+        layer = (Mla if isinstance(spec, MlaSpec) else Residual)(key, spec)
+        for at, linear in enumerate(linears(layer).values() if adapters is not None else ()):
             (width_in, width_out), axes = linear.weight.shape, linear.weight.get_metadata()["axes"]
             a, b = jnp.zeros((width_in, 3)), jnp.zeros((3, width_out))
             linear.lora = Lora(a, b, axes, adapters, at)
-    leaves, tree = jax.tree.flatten(layer)
-    rng = np.random.default_rng(1)
-    noisy = [a + jnp.float32(0.3 * rng.normal(size=a.shape)) for a in leaves]
-    return jax.tree.unflatten(tree, noisy)
+        return layer
+
+    return drawn(make, 0.4)
 
 
 def inputs() -> tuple[jax.Array, jax.Array]:
@@ -142,37 +141,17 @@ def test_a_mesh_equals_one_device_with_every_dropout():
     assert float(jnp.abs(alone[0] - without_BLD).max()) > 0.01
 
 
-def run_cached(layer: Mla, x_BLD, cache, starts_B, size):
-    return layer(x_BLD, cached.context(size, starts_B, x_BLD.shape[1]), cache)[:2]
-
-
-@pytest.mark.parametrize("name", ["deepseek-v3", "options"])
-def test_decoding_by_latents_equals_the_whole_sequence(name):
-    """Rows of 3 and of 5 tokens before, two further at once and one alone, through adapters too."""
-    layer = model(SPECS[name], LoraSpec(3, 2.0, 0.4, ()))
-    x_BLD, _ = inputs()
-    positions_BL, rows_B1 = jnp.broadcast_to(jnp.arange(L), (B, L)), jnp.arange(B)[:, None]
-    whole_BLD = jax.jit(lambda layer, x_BLD: layer(x_BLD, Context(positions_BL))[0])(layer, x_BLD)
-    size = cached.size_of(B, L)
-    run, cache = jax.jit(functools.partial(run_cached, size=size)), cached.empty(layer, size)
-    assert sum(array.size for array in cache) == size.pages * size.slots * (R + N)
-    found_BLD, cache = run(layer, x_BLD[:, :5], cache, jnp.int32(0))
-    check_equal(found_BLD, whole_BLD[:, :5])
-    offset_B = jnp.array([3, 5])
-    for count in (2, 1):
-        places_BL = offset_B[:, None] + jnp.arange(count)
-        next_BLD = x_BLD[rows_B1, places_BL]
-        found_BLD, cache = run(layer, next_BLD, cache, offset_B)
-        check_equal(found_BLD, whole_BLD[rows_B1, places_BL])
-        offset_B += count
-
-
 def test_a_value_of_the_cache_is_not_copied():
     """In the program of a step nothing as long as the cache is made but the cache itself."""
     layer, length = model(PLAIN), 640
     size = cached.size_of(B, length)
-    run = functools.partial(run_cached, size=size)
-    traced = jax.make_jaxpr(run)(layer, jnp.zeros((B, 1, D)), cached.empty(layer, size), 7)
+    cache = cached.empty(layer, size)
+    assert sum(array.size for array in cache) == size.pages * size.slots * (R + N)
+
+    def run(layer, x_BLD, cache, starts_B):
+        return layer(x_BLD, cached.context(size, starts_B, 1), cache)[:2]
+
+    traced = jax.make_jaxpr(run)(layer, jnp.zeros((B, 1, D)), cache, 7)
     made = [v.aval.shape for eqn in traced.jaxpr.eqns for v in eqn.outvars]
     long = {shape for shape in made if np.prod(shape) >= B * length * R}
     assert long and all(np.prod(shape) == B * length * (R + N) for shape in long)
@@ -208,23 +187,11 @@ def test_settings_reach_the_layer():
         ({"layers": "*(attention,mlp)"}, 1, r"mla.kv_rank=8, model.mla.rotary_size=4: no layer"),
         ({"mla.kv_rank": 0}, 1, "mla.kv_rank=0 must be at least 1"),
         ({"mla.rotary_size": 3}, 1, "mla.rotary_size=3 must be even"),
-        (
-            {"attention.num_kv_heads": 2},
-            1,
-            "num_kv_heads=2 does not apply to multi-latent attention",
-        ),
-        (
-            {"attention.qk_norm": QkNorm.l2},
-            1,
-            "qk_norm=l2 does not apply to multi-latent attention",
-        ),
+        ({"attention.num_kv_heads": 2}, 1, "num_kv_heads=2 does not apply to multi-latent"),
+        ({"attention.qk_norm": QkNorm.l2}, 1, "qk_norm=l2 does not apply to multi-latent"),
         ({"rotary.fraction": 0.5}, 1, "rotary.fraction=0.5 does not apply"),
         ({"mla.query_rank": 6}, 4, "mla.query_rank=6 is not divisible by parallel.fsdp=4"),
-        (
-            {"layers": "*(mla,mlp)", "mla.kv_rank": 10},
-            4,
-            "mla.kv_rank=10 is not divisible by parallel.fsdp=4",
-        ),
+        ({"mla.kv_rank": 10}, 4, "mla.kv_rank=10 is not divisible by parallel.fsdp=4"),
         ({"mla.value_size": -1}, 1, "mla.value_size=-1 must be at least 0"),
     ],
 )

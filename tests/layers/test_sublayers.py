@@ -7,13 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sharded_layers import drawn
 
-from maxmeg.layers.attention import Attention, AttentionSpec
-from maxmeg.layers.cache import CacheSize
 from maxmeg.layers.context import Context
 from maxmeg.layers.embedding import Embedding, Positions, lookup
 from maxmeg.layers.linear import Linear
-from maxmeg.layers.mlp import Mlp, MlpSpec
+from maxmeg.layers.mlp import MlpSpec
 from maxmeg.layers.moe import rows_of_experts
 from maxmeg.layers.norm import Norm, NormSpec
 from maxmeg.ops.activation import ACTIVATIONS, GATED
@@ -57,11 +56,7 @@ FORMULAS = {
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_mlp_is_its_formula(name):
-    mlp = Mlp(jax.random.key(0), MlpSpec(D, F, name, bias=True, std=0.5, out_std=0.5))
-    linears = [mlp.up, mlp.out] + ([mlp.gate] if name in GATED else [])
-    for seed, linear in enumerate(linears):
-        linear.bias[...] = normal(linear.bias.shape[0], seed=seed)
-    x_BLD = normal(B, L, D)
+    mlp, x_BLD = drawn(MlpSpec(D, F, name, bias=True).make, 0.5), normal(B, L, D)
     actual, cache, aux = mlp(x_BLD, Context(jnp.zeros((B, L), int)))
 
     def apply(linear, x):
@@ -96,26 +91,39 @@ def test_a_weight_stored_as_one_less_keeps_its_digits_in_bfloat16():
 
 def test_tables_sum_their_gradients_in_float32():
     table_VD, ids_BL = normal(5, D), jnp.array([[0, 3, 3], [4, 3, 0]])
-    rows_BLD, transpose = jax.vjp(lambda table: lookup(table, ids_BL, 5), table_VD)
+    cotangent_BLD, expected = normal(B, L, D, seed=2), np.zeros((5, D))
+
+    @jax.jit
+    def gradient(table_VD):
+        rows_BLD, transpose = jax.vjp(lambda table: lookup(table, ids_BL, 5), table_VD)
+        return rows_BLD, transpose(cotangent_BLD)[0]
+
+    rows_BLD, sums_VD = gradient(table_VD)
     np.testing.assert_array_equal(rows_BLD, np.asarray(table_VD)[ids_BL])
-    expected = np.zeros((5, D))
-    cotangent_BLD = normal(B, L, D, seed=2)
     np.add.at(expected, np.asarray(ids_BL), double(cotangent_BLD))
-    assert close(transpose(cotangent_BLD)[0], expected)
+    assert close(sums_VD, expected)
     many_BL = jnp.zeros((1, 4096), jnp.int32)  # in bfloat16 a sum of ones stops at 256
-    key = jax.random.key(0)
-    for layer in (Embedding(key, 5, 5, D, 0.1), Positions(key, 5, D, 0.1)):
-        layer = jax.tree.map(lambda a: a.astype(jnp.bfloat16), layer)
-        _, transpose = jax.vjp(lambda layer: layer(many_BL), layer)
-        (sums,) = jax.tree.leaves(transpose(jnp.ones((1, 4096, D), jnp.bfloat16)))
+
+    @jax.jit
+    def sums_of_ones(layer):
+        return jax.grad(lambda layer: layer(many_BL).astype(jnp.float32).sum())(layer)
+
+    for make in (lambda key: Embedding(key, 5, 5, D, 0.1), lambda key: Positions(key, 5, D, 0.1)):
+        layer = jax.tree.map(lambda a: a.astype(jnp.bfloat16), drawn(make, 1.0))
+        (sums,) = map(np.asarray, jax.tree.leaves(sums_of_ones(layer)))
         assert sums.dtype == jnp.bfloat16 and (sums[0] == 4096).all() and not sums[1:].any()
 
 
 @pytest.mark.parametrize("sizes_E", [None, jnp.array([4096, 0])])
 def test_biases_of_experts_sum_their_gradients_in_float32(sizes_E):
     bias_ED, rows = jnp.zeros((2, D), jnp.bfloat16), 8192
-    _, transpose = jax.vjp(lambda bias: rows_of_experts(bias, sizes_E, rows), bias_ED)
-    (sums,) = transpose(jnp.ones((rows, D), jnp.bfloat16))
+
+    @jax.jit
+    def gradient(bias_ED):
+        _, transpose = jax.vjp(lambda bias: rows_of_experts(bias, sizes_E, rows), bias_ED)
+        return transpose(jnp.ones((rows, D), jnp.bfloat16))
+
+    (sums,) = map(np.asarray, gradient(bias_ED))
     assert sums.dtype == jnp.bfloat16 and (sums[0] == 4096).all()
     assert (sums[1] == (4096 if sizes_E is None else 0)).all()
 
@@ -140,20 +148,3 @@ def test_every_layer_and_place_has_its_own_dropout_key():
         ctx = Context(jnp.zeros((1, 1)), dropout_key=jax.random.key(0), layer=layer)
         keys.add(tuple(np.asarray(jax.random.key_data(ctx.key(place)))))
     assert len(keys) == 36
-
-
-@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
-def test_grouped_heads_are_repeated_heads(num_kv_heads):
-    """Attention over G key/value heads is that over H, each group's weights repeated."""
-    H, K = 4, 6
-    small = Attention(jax.random.key(0), AttentionSpec(D, H, num_kv_heads, K, std=0.5, out_std=0.5))
-    large = Attention(jax.random.key(0), AttentionSpec(D, H, H, K, std=0.5, out_std=0.5))
-    for name in ("key", "value"):
-        weight_DGK = getattr(small, name).weight[...].reshape(D, num_kv_heads, K)
-        repeated = jnp.repeat(weight_DGK, H // num_kv_heads, axis=1).reshape(D, H * K)
-        getattr(large, name).weight[...] = repeated
-    ctx = Context(jnp.broadcast_to(jnp.arange(L), (B, L)))
-    run = jax.jit(lambda layer, x_BLD: layer(x_BLD, ctx)[0])
-    a, b = (run(layer, normal(B, L, D)) for layer in (small, large))
-    assert close(a, b)
-    assert small.init_cache(CacheSize(3, 7, 2))[0].shape == (3, 7, num_kv_heads, K)

@@ -160,17 +160,10 @@ def test_each_depth_is_divided_by_its_own_tokens(reduction):
     assert actual.divisors.shape == (2, 1 + DEPTHS)
 
 
+EXPERTS = {"moe.num_experts": 4}
 KINDS = {  # of the last layer
-    "experts": {
-        "num_layers": 4,
-        "layers": "2(attention,mlp) *(attention,moe)",
-        "moe.num_experts": 4,
-    },
-    "no experts": {
-        "num_layers": 2,
-        "layers": "*(attention,moe attention,mlp)",
-        "moe.num_experts": 4,
-    },
+    "experts": EXPERTS | {"num_layers": 4, "layers": "2(attention,mlp) *(attention,moe)"},
+    "no experts": EXPERTS | {"num_layers": 2, "layers": "*(attention,moe attention,mlp)"},
     "window": {"num_layers": 3, "layers": "*(local,mlp attention,mlp)", "attention.window": 5},
     "whole": {"num_layers": 2, "layers": "*(local,mlp attention,mlp)", "attention.window": 5},
     "parallel": {"num_layers": 2, "layers": "*(attention+mlp)", "attention.num_heads": 4},
@@ -200,11 +193,7 @@ def test_a_depth_has_a_layer_of_the_last_kind(kind):
     [
         ({"mtp.num_layers": -1}, 0, "model.mtp.num_layers=-1 must be at least 0"),
         ({"mtp.num_layers": LENGTH}, 0, f"mtp.num_layers={LENGTH} leaves no target in rows"),
-        (
-            {"mtp.num_layers": 0},
-            0,
-            "mtp.loss_weight=0.3 has no effect without model.mtp.num_layers",
-        ),
+        ({"mtp.num_layers": 0}, 0, "mtp.loss_weight=0.3 has no effect without model.mtp.num"),
         ({"mtp.loss_weight": 0.0}, 0, "mtp.loss_weight=0.0 must be above 0"),
         ({}, 2, "lora.rank=2 cannot train MTP layers .*set it to 0"),
     ],

@@ -96,13 +96,12 @@ def slopes_of(case: Case) -> tuple[np.ndarray, np.ndarray]:
     return d_y, d_state
 
 
-def derivative(case: Case, name: str, direction: np.ndarray) -> float:
+def derivative(name: str, direction: np.ndarray, arrays: dict, segments, slopes: tuple) -> float:
     """That of sum(y d_y) + sum(state d_state) along a direction of one input, by a complex step,
     which is exact to rounding."""
-    arrays, segments = inputs_of(case)
-    arrays[name] = arrays[name] + 1e-30j * direction
-    results = recurrence(**arrays, segments=segments)
-    total = sum((one * slope).sum() for one, slope in zip(results, slopes_of(case), strict=True))
+    moved = arrays | {name: arrays[name] + 1e-30j * direction}
+    results = recurrence(**moved, segments=segments)
+    total = sum((one * slope).sum() for one, slope in zip(results, slopes, strict=True))
     return float(total.imag / 1e-30)
 
 

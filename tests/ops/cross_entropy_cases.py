@@ -46,6 +46,15 @@ class Case:
         )
 
 
+ALL = Case(
+    vocab_size=21,
+    z_loss=0.1,
+    softcap=3.0,
+    label_smoothing=0.1,
+    chunk=10,
+    bad_targets=True,
+    tiles=(10, 8, 13, 8),
+)
 CASES = {
     "plain": Case(),
     "one chunk exactly": Case(chunk=37, tiles=(37, 29, 37, 29)),
@@ -62,25 +71,8 @@ CASES = {
     "sure of itself": Case(large=4.0),
     "one word": Case(words=1, label_smoothing=0.1),
     "one token": Case(tokens=1),
-    "all": Case(
-        vocab_size=21,
-        z_loss=0.1,
-        softcap=3.0,
-        label_smoothing=0.1,
-        chunk=10,
-        bad_targets=True,
-        tiles=(10, 8, 13, 8),
-    ),
-    "wide, all": Case(  # xla multiplies once for the weight's gradient
-        width=40,
-        vocab_size=21,
-        z_loss=0.1,
-        softcap=3.0,
-        label_smoothing=0.1,
-        chunk=10,
-        bad_targets=True,
-        tiles=(10, 8, 13, 8),
-    ),
+    "all": ALL,
+    "wide, all": dataclasses.replace(ALL, width=40),  # xla multiplies once for dw
     "kernels": Case(tokens=300, width=128, words=1280, large=0.3, tiles=(128, 256, 256, 256)),
     "kernels, all": Case(
         tokens=260,

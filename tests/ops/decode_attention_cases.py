@@ -9,11 +9,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+from ops.attention_cases import UNSEEN, sees_place
 
 from maxmeg.ops.attention.call import ScoreSpec
 from maxmeg.ops.decode_attention.call import PagedCache, decode_attention
 
-UNSEEN = -1e30  # log-sum-exp of a query that sees nothing
 TOLERANCE = {"float32": 1e-5, "float16": 3e-3, "bfloat16": 2e-2}  # of the norm
 
 
@@ -110,15 +110,6 @@ def contiguous(cache: PagedCache, row: int) -> list[np.ndarray]:
     return [pool.reshape(-1, *pool.shape[2:])[: lengths[row]] for pool in pools]
 
 
-def sees(spec: ScoreSpec, place: int, key: int) -> bool:
-    """The masks, a pair of positions at a time."""
-    if spec.causal and key > place:
-        return False
-    if spec.window and abs(place - key) >= spec.window:
-        return False
-    return not spec.chunk or place // spec.chunk == key // spec.chunk
-
-
 def expected(case: Case, q, cache: PagedCache, sinks) -> dict[str, np.ndarray]:
     """Output and log-sum-exp in float64, a query of a head at a time."""
     q, spec = np.asarray(q, np.float64), case.spec
@@ -131,7 +122,7 @@ def expected(case: Case, q, cache: PagedCache, sinks) -> dict[str, np.ndarray]:
             scores = (spec.scale or case.head_dim**-0.5) * k[:, g] @ q[b, i, h]
             if spec.softcap:
                 scores = spec.softcap * np.tanh(scores / spec.softcap)
-            weights = np.exp(scores) * [sees(spec, place, j) for j in range(length)]
+            weights = np.exp(scores) * [sees_place(spec, place, j) for j in range(length)]
             total = weights.sum() + (np.exp(np.float64(sinks[h])) if case.sinks else 0)
             if total > 0:
                 out[b, i, h] = weights @ v[:, g] / total

@@ -5,13 +5,14 @@ weights, zeros where a key is masked, with the values.
 """
 
 import functools
+import itertools
 import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import CASES, TOLERANCE, arrays_of, error, expected, run
+from ops.attention_cases import CASES, TOLERANCE, arrays_of, error, expected, run
 from tables import thinned
 
 import maxmeg.ops.attention.call as module
@@ -65,25 +66,21 @@ def plain(monkeypatch):
     monkeypatch.setitem(module.BACKENDS, "plain", stand_in)
 
 
-@pytest.mark.parametrize("name", thinned(NAMES, 2))
-def test_every_mask_and_sink_reaches_the_kernel(name):
-    case, (arrays, operands) = CASES[name], arrays_of(CASES[name], "float32")
-    wanted, actual = expected(case, arrays, operands), run(case, arrays, operands, "plain")
-    errors = {key: error(actual[key], wanted[key]) for key in actual}
-    assert all(e <= TOLERANCE["float32"] for e in errors.values()), errors
-
-
-@pytest.mark.parametrize("name", thinned([*NAMES, "blocks"], 3))
-def test_rows_of_padding_up_to_whole_blocks_change_nothing(name, monkeypatch):
+def whole_blocks(q_BLHK, k_BMGK, *others, **options):
     """The Mosaic kernel is given multiples of 8 rows, whatever the lengths."""
+    assert q_BLHK.shape[1] % 8 == 0 and k_BMGK.shape[1] % 8 == 0
+    return plain_flash(q_BLHK, k_BMGK, *others, **options)
 
-    def whole_blocks(q_BLHK, k_BMGK, *others, **options):
-        assert q_BLHK.shape[1] % 8 == 0 and k_BMGK.shape[1] % 8 == 0
-        return plain_flash(q_BLHK, k_BMGK, *others, **options)
 
-    kernels = types.SimpleNamespace(flash_attention=whole_blocks)
-    monkeypatch.setattr(attention_mosaic, "kernel_module", lambda name: kernels)
-    monkeypatch.setattr(module.BACKENDS["plain"], "attend", attention_mosaic.attend)
+@pytest.mark.parametrize(
+    ("in_blocks", "name"),
+    [(True, "blocks"), *thinned(itertools.product((False, True), NAMES), 3)],
+)
+def test_every_mask_and_sink_reaches_the_kernel(in_blocks, name, monkeypatch):
+    if in_blocks:
+        kernels = types.SimpleNamespace(flash_attention=whole_blocks)
+        monkeypatch.setattr(attention_mosaic, "kernel_module", lambda name: kernels)
+        monkeypatch.setattr(module.BACKENDS["plain"], "attend", attention_mosaic.attend)
     case, (arrays, operands) = CASES[name], arrays_of(CASES[name], "float32")
     wanted, actual = expected(case, arrays, operands), run(case, arrays, operands, "plain")
     errors = {key: error(actual[key], wanted[key]) for key in actual}
@@ -105,14 +102,6 @@ def test_padding_that_is_not_finite_reaches_no_live_row(value):
     for key, wanted in padded(0.0).items():
         np.testing.assert_allclose(actual[key][:, :8], wanted[:, :8], rtol=1e-5, atol=1e-6)
     assert np.isnan(actual["out"][:, 8:]).all() and np.isnan(actual["lse"][:, 8:]).all()
-
-
-def test_the_guard_is_what_keeps_it_away():
-    case, (arrays, _) = CASES["grouped"], arrays_of(CASES["grouped"], "float32")
-    q, k, v = arrays[:3]
-    v = np.where(np.arange(case.length)[:, None, None] < 5, v, np.float32(np.nan))
-    out = module.attention(*map(jnp.asarray, (q, k, v)), backend="plain")  # no documents
-    assert np.isnan(out[:, :5]).all()
 
 
 def test_documents_that_return_make_their_row_nan_and_no_other():

@@ -23,7 +23,6 @@ from maxmeg.parallel.mesh import make_mesh
 from maxmeg.parallel.spmd import spmd
 from maxmeg.planning import hlo
 
-FINITE_DIFFERENCES = 1e-3  # float32, steps of 1e-2
 CPU, GPU = Device("cpu"), Device("cuda")
 P = jax.sharding.PartitionSpec
 ROUNDED = ("sure of itself", "all", "wide, all", "kernels")
@@ -73,23 +72,6 @@ def test_without_gradients_the_loss_is_the_same(name, backend, monkeypatch):
         assert error(found, wanted[key]) <= TOLERANCE["float32"]
 
 
-@pytest.mark.parametrize("name", ["plain", "smoothing and soft cap", "all"])
-def test_gradients_equal_finite_differences(name):
-    case = CASES[name]
-    h, w, targets, weights = map(jnp.asarray, arrays_of(case, "float32"))
-
-    def loss(h, w):
-        return linear_cross_entropy(h, w, targets, weights, case.spec, backend="xla")[0]
-
-    rng = np.random.default_rng(3)
-    dh, dw = (rng.normal(size=x.shape).astype(np.float32) for x in (h, w))
-    slopes = jax.jit(jax.grad(loss, argnums=(0, 1)))(h, w)
-    slope = sum(np.vdot(g, d) for g, d in zip(slopes, (dh, dw), strict=True))
-    value, step = jax.jit(loss), 1e-2
-    difference = value(h + step * dh, w + step * dw) - value(h - step * dh, w - step * dw)
-    assert difference / (2 * step) == pytest.approx(slope, rel=FINITE_DIFFERENCES)
-
-
 @EVERY
 def test_huge_logits_stay_finite(backend, monkeypatch):
     case, (h, w, targets, weights) = prepared("plain", "float32", monkeypatch)
@@ -122,18 +104,23 @@ def over_vocabulary(case: Case, backend: str):
     return spmd(local, mesh, specs, (P(), P(), P(VOCAB_AXES), P(VOCAB_AXES))), mesh
 
 
+def check_over_vocabulary(case: Case, arrays: list, backend: str) -> None:
+    h, w, targets, weights = arrays
+    padded = np.pad(w, ((0, 32 - case.words), (0, 0)))
+    run, _ = over_vocabulary(case, backend)
+    loss, losses, dh, dw = map(np.asarray, jax.jit(run)(h, padded, targets, weights))
+    assert not dw[case.words :].any()
+    actual = {"loss": loss, "losses": losses, "dh": dh.sum(axis=0), "dw": dw[: case.words]}
+    wanted = expected(case, arrays, scale=1.0)
+    for key, array in actual.items():
+        assert error(array, wanted[key]) <= TOLERANCE["float32"], key
+
+
 @EVERY
 @pytest.mark.parametrize("name", ["padded", "all"])  # 21 words on 8 devices: some have none
 def test_a_vocabulary_over_devices_is_the_whole_one(name, backend, monkeypatch):
-    case, (h, w, targets, weights) = prepared(name, "float32", monkeypatch)
-    wanted = expected(case, [h, w, targets, weights], scale=1.0)
-    padded = np.pad(w, ((0, 32 - case.words), (0, 0)))
-    run, _ = over_vocabulary(case, backend)
-    loss, losses, dh, dw = jax.jit(run)(h, padded, targets, weights)
-    assert not dw[case.words :].any()
-    found = {"loss": loss, "losses": losses, "dh": dh.sum(axis=0), "dw": dw[: case.words]}
-    for key, array in found.items():
-        assert error(array, wanted[key]) <= TOLERANCE["float32"], key
+    case, arrays = prepared(name, "float32", monkeypatch)
+    check_over_vocabulary(case, arrays, backend)
 
 
 @EVERY
@@ -188,11 +175,14 @@ def largest_array(backend: str, chunk: int) -> int:
     return max(int(np.prod([int(n) for n in shape.split(",")])) for shape in shapes)
 
 
-def test_the_logits_of_all_tokens_never_exist(monkeypatch):
-    assert largest_array("xla", chunk=1000) == 1000 * 800  # what the next lines would find
-    assert largest_array("xla", chunk=100) == 100 * 800
+@pytest.mark.parametrize(
+    ("backend", "chunk", "elements"),
+    # The first row shows that logits of all tokens would be found.
+    [("xla", 1000, 1000 * 800), ("xla", 100, 100 * 800), ("tiled", 1000, 100 * 200)],
+)
+def test_the_logits_of_all_tokens_never_exist(backend, chunk, elements, monkeypatch):
     monkeypatch.setattr(tiled, "TILES", tiled.Tiles(200, 200, 400, 50, multiple=1))
-    assert largest_array("tiled", chunk=1000) == 100 * 200
+    assert largest_array(backend, chunk) == elements
 
 
 @pytest.mark.parametrize(("total", "size", "multiple"), [(29, 8, 1), (128, 48, 16), (100, 30, 64)])

@@ -8,10 +8,9 @@ import types
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from ops.cross_entropy_cases import CASES, TOLERANCE, Case, arrays_of, error, expected, run
-from ops.test_cross_entropy import over_vocabulary
+from ops.cross_entropy_cases import CASES, TOLERANCE, arrays_of, error, expected, run
+from ops.test_cross_entropy import check_over_vocabulary
 
 import maxmeg.ops.cross_entropy.mosaic as mosaic
 from maxmeg.ops.backend import Device
@@ -77,15 +76,7 @@ def test_losses_and_gradients_equal_the_reference(name, modelled):
 
 
 def test_a_vocabulary_over_devices_is_the_whole_one(modelled):
-    case: Case = CASES["all"]
-    h, w, targets, weights = arrays_of(case, "float32")
-    wanted = expected(case, [h, w, targets, weights], scale=1.0)
-    gradient, _ = over_vocabulary(case, "mosaic")
-    padded = np.pad(w, ((0, 32 - case.words), (0, 0)))
-    loss, losses, dh, dw = jax.jit(gradient)(h, padded, targets, weights)
-    actual = {"loss": loss, "losses": losses, "dh": dh.sum(axis=0), "dw": dw[: case.words]}
-    for key, array in actual.items():
-        assert error(array, wanted[key]) <= TOLERANCE["float32"], key
+    check_over_vocabulary(CASES["all"], arrays_of(CASES["all"], "float32"), "mosaic")
 
 
 def test_other_devices_are_refused():

@@ -29,18 +29,34 @@ from maxmeg.ops.attention.call import Operands, ScoreSpec, attention_with_lse
 from maxmeg.ops.backend import Device
 from maxmeg.ops.decode_attention.call import PagedCache, decode_attention, write_pages
 
+SAME = 1e-4  # relative, float32: the same sums by other programs
 HOPPER = Device("cuda", (9, 0))
+HALF = ("bfloat16", "float16")
 ROUNDED = ("grouped", "drafts, several blocks", "everything")
 
 
-@pytest.mark.parametrize("backend", module.BACKENDS)
+def described(case: Case, dtype=jnp.bfloat16, pool: int = 64) -> tuple:
+    """The arrays of a call as shapes."""
+    array, dims = jax.ShapeDtypeStruct, (case.head_dim, case.value_dim or case.head_dim)
+    pools = [array((pool, case.page, case.groups, dim), dtype) for dim in dims]
+    rows = len(case.lengths)
+    table = (array((rows, case.pages), jnp.int32), array((rows,), jnp.int32))
+    q = array((rows, case.queries, case.heads, case.head_dim), dtype)
+    return q, PagedCache(*pools, *table)
+
+
+def can_run(backend: str) -> bool:
+    call = (*described(Case(pages=4)), ScoreSpec(), None, None, choice.target_device())
+    return not module.BACKENDS[backend].refuses(*call)
+
+
+BACKENDS = [backend for backend in module.BACKENDS if can_run(backend)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    thinned(
-        [(n, "float32") for n in CASES]
-        + [(n, d) for n in ROUNDED for d in ("bfloat16", "float16")],
-        2,
-    ),
+    thinned([(n, "float32") for n in CASES] + [(n, d) for n in ROUNDED for d in HALF], 2),
 )
 def test_results_equal_the_reference(name: str, dtype: str, backend: str, monkeypatch):
     monkeypatch.setattr(xla, "KEYS_AT_ONCE", 64 * len(CASES[name].lengths))
@@ -56,34 +72,27 @@ def test_results_equal_the_reference(name: str, dtype: str, backend: str, monkey
     assert all(e <= TOLERANCE[dtype] for e in measured.values()), measured
 
 
-@pytest.mark.parametrize("name", ["everything", "relative biases"])
-def test_it_is_attention_over_the_gathered_cache(name: str):
-    case = CASES["everything"]
+def test_relative_biases_are_those_of_attention_over_the_gathered_cache():
+    case = dataclasses.replace(CASES["everything"], spec=ScoreSpec(scale=1.0, distance=90))
     q, cache, sinks = arrays_of(case, "float32")
-    if name == "everything":
-        actual, bias = run(case, q, cache, sinks, "auto", jax.jit), None
-    else:
-        case = dataclasses.replace(case, spec=ScoreSpec(scale=1.0, distance=90))
-        bias = jax.random.normal(jax.random.key(0), (16, case.heads))
-        cached = PagedCache(*map(jnp.asarray, cache))
-        arrays = decode_attention(jnp.asarray(q), cached, case.spec, jnp.asarray(sinks), bias)
-        actual = dict(zip(("out", "lse"), arrays, strict=True))
-    for row in (0, 3):
-        operands = Operands(case.lengths[row] - case.queries, sinks_H=sinks, bias_NH=bias)
-        qkv = (q[row : row + 1], *(array[None] for array in contiguous(cache, row)))
-        call = functools.partial(attention_with_lse, spec=case.spec, operands=operands)
-        wanted = jax.jit(call)(*qkv)
-        for part, whole in zip((actual["out"], actual["lse"]), wanted, strict=True):
-            np.testing.assert_allclose(part[row], whole[0], rtol=1e-4, atol=1e-5)
+    bias = np.random.default_rng(0).normal(size=(16, case.heads)).astype(np.float32)
+    call = functools.partial(decode_attention, spec=case.spec)
+    pages = PagedCache(*map(jnp.asarray, cache))
+    actual = jax.jit(call)(q, pages, sinks_H=sinks, bias_NH=bias)
+    row = 3
+    operands = Operands(case.lengths[row] - case.queries, sinks_H=sinks, bias_NH=bias)
+    qkv = (q[row : row + 1], *(array[None] for array in contiguous(cache, row)))
+    wanted = jax.jit(functools.partial(attention_with_lse, spec=case.spec, operands=operands))(*qkv)
+    for part, whole in zip(actual, wanted, strict=True):
+        np.testing.assert_allclose(part[row], whole[0], rtol=SAME, atol=SAME / 10)
 
 
 def test_one_query_needs_no_dimension_of_its_own():
     q, cache, _ = arrays_of(CASES["grouped"], "float32")
-    cache = PagedCache(*map(jnp.asarray, cache))
-    both = [decode_attention(jnp.asarray(x), cache) for x in (q, q[:, 0])]
-    for whole, one in zip(*both, strict=True):
-        np.testing.assert_allclose(one, whole[:, 0], rtol=1e-4, atol=1e-5)
-    assert decode_attention(jnp.asarray(q[:, 0]), cache)[0].shape == (5, 4, 64)
+    both = jax.jit(lambda q, cache: [decode_attention(x, cache) for x in (q, q[:, 0])])
+    for whole, one in zip(*both(q, PagedCache(*map(jnp.asarray, cache))), strict=True):
+        assert one.shape == whole[:, 0].shape
+        np.testing.assert_allclose(one, whole[:, 0], rtol=SAME, atol=SAME / 10)
 
 
 def test_non_finite_values_reach_only_their_row():
@@ -98,16 +107,6 @@ def test_non_finite_values_reach_only_their_row():
         assert np.isnan(actual[key][1]).all()
         others = [0, 2, 3, 4]
         np.testing.assert_array_equal(actual[key][others], wanted[key][others])
-
-
-def described(case: Case, dtype=jnp.bfloat16, pool: int = 64) -> tuple:
-    """The arrays of a call as shapes."""
-    array, dims = jax.ShapeDtypeStruct, (case.head_dim, case.value_dim or case.head_dim)
-    pools = [array((pool, case.page, case.groups, dim), dtype) for dim in dims]
-    rows = len(case.lengths)
-    table = (array((rows, case.pages), jnp.int32), array((rows,), jnp.int32))
-    q = array((rows, case.queries, case.heads, case.head_dim), dtype)
-    return q, PagedCache(*pools, *table)
 
 
 def test_memory_does_not_grow_with_the_cache(monkeypatch):

@@ -32,39 +32,37 @@ def choices(kind: str, top_k: int, seed: int = 0) -> np.ndarray:
 
 
 def arrays(top_k: int) -> tuple:
-    keys = jax.random.split(jax.random.key(top_k), 4)
-    x = jax.random.normal(keys[0], (TOKENS, WIDTH))
-    weights = jax.random.uniform(keys[1], (TOKENS, top_k))
-    into = jax.random.normal(keys[2], (EXPERTS, WIDTH, INNER))
-    return x, weights, into, jax.random.normal(keys[3], (EXPERTS, INNER, WIDTH))
+    rng = np.random.default_rng(top_k)
+    shapes = (TOKENS, WIDTH), (EXPERTS, WIDTH, INNER), (EXPERTS, INNER, WIDTH)
+    x, into, out = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
+    return x, rng.random((TOKENS, top_k), np.float32), into, out
 
 
-def weighted(order, x_TD, weights_TK, into_EDF, out_EFD):
-    h_NF = jnp.tanh(grouped_matmul(spread(x_TD, order), into_EDF, order.sizes_E))
-    h_NF *= rows_of_copies(weights_TK, order)[:, None]
-    return collect(grouped_matmul(h_NF, out_EFD, order.sizes_E), order)
-
-
-def sorted_experts(experts, first, count):
-    def run(x_TD, weights_TK, into_EDF, out_EFD):
-        order = sort_by_expert(experts, count, first)
-        return weighted(order, x_TD, weights_TK, into_EDF, out_EFD)
-
-    return run
-
-
-def limited(experts, capacity, by_weight, pads):
-    """As `sorted_experts`, of the copies within the capacity alone."""
+@functools.partial(jax.jit, static_argnames=("first", "count", "capacity", "by_weight", "pads"))
+def by_sorting(
+    experts, operands, *, first=0, count=EXPERTS, capacity=0, by_weight=False, pads=False
+) -> tuple:
+    """Result and gradients of experts first .. first + count. capacity: copies of each, 0: all."""
 
     def run(x_TD, weights_TK, into_EDF, out_EFD):
-        places = places_in_experts(experts, EXPERTS, weights_TK if by_weight else None)
+        kept_TK = None
+        if capacity:
+            places = places_in_experts(experts, count, weights_TK if by_weight else None)
+            kept_TK = places < capacity
         if pads:
-            order = pad_experts(experts, places, EXPERTS, capacity)
+            order = pad_experts(experts, places, count, capacity)
         else:
-            order = sort_by_expert(experts, EXPERTS, kept_TK=places < capacity)
-        return weighted(order, x_TD, weights_TK, into_EDF, out_EFD)
+            order = sort_by_expert(experts, count, first, kept_TK=kept_TK)
+        h_NF = jnp.tanh(grouped_matmul(spread(x_TD, order), into_EDF, order.sizes_E))
+        h_NF *= rows_of_copies(weights_TK, order)[:, None]
+        return collect(grouped_matmul(h_NF, out_EFD, order.sizes_E), order)
 
-    return run
+    result, pull = jax.vjp(run, *operands)
+    return result, *pull(jnp.asarray(slope_of(result.shape)))
+
+
+def slope_of(shape) -> np.ndarray:
+    return np.cos(np.arange(np.prod(shape), dtype=np.float32)).reshape(shape)
 
 
 def kept_copies(experts: np.ndarray, weights: np.ndarray, capacity: int, by_weight: bool):
@@ -78,15 +76,30 @@ def kept_copies(experts: np.ndarray, weights: np.ndarray, capacity: int, by_weig
     return kept
 
 
-def loop(experts, first, count):
-    def run(x_TD, weights_TK, into_EDF, out_EFD):
-        total_TD = jnp.zeros_like(x_TD)
-        for e in range(count):
-            weight_T = jnp.sum(jnp.where(experts == first + e, weights_TK, 0), axis=1)
-            total_TD += weight_T[:, None] * (jnp.tanh(x_TD @ into_EDF[e]) @ out_EFD[e])
-        return total_TD
+def loop(experts, first, x_TD, weights_TK, into_EDF, out_EFD) -> tuple:
+    """Result and gradients, an expert at a time, in float64."""
+    operands = [np.asarray(array, np.float64) for array in (x_TD, weights_TK, into_EDF, out_EFD)]
+    x, weights, into, out = operands
+    d_x, d_weights, d_into, d_out = map(np.zeros_like, operands)
+    total, d_total = np.zeros_like(x), np.float64(slope_of(x.shape))
+    for e in range(len(into)):
+        is_copy = experts == first + e
+        weight = np.where(is_copy, weights, 0).sum(1, keepdims=True)
+        hidden = np.tanh(x @ into[e])
+        y = hidden @ out[e]
+        total += weight * y
+        d_weights += is_copy * (y * d_total).sum(1, keepdims=True)
+        d_out[e] = hidden.T @ (weight * d_total)
+        d_hidden = (weight * d_total) @ out[e].T * (1 - hidden**2)
+        d_into[e] = x.T @ d_hidden
+        d_x += d_hidden @ into[e].T
+    return total, d_x, d_weights, d_into, d_out
 
-    return run
+
+def check(actual: tuple, wanted: tuple) -> None:
+    for one, other in zip(actual, wanted, strict=True):
+        limit = TOLERANCE * (1 + np.abs(other).max())
+        np.testing.assert_allclose(one, other, rtol=0, atol=limit)
 
 
 @pytest.mark.parametrize("span", [(0, EXPERTS), (2, 3), (5, 1)], ids=str)
@@ -94,39 +107,28 @@ def loop(experts, first, count):
 @pytest.mark.parametrize("top_k", thinned([2, 1, EXPERTS], 3))
 def test_everything_equals_a_loop_over_experts(top_k, kind, span):
     """Also where only some experts lie here: the rest is zero, forward and in every gradient."""
-    experts, (first, count) = jnp.asarray(choices(kind, top_k)), span
+    experts, (first, count) = choices(kind, top_k), span
     x, weights, into, out = arrays(top_k)
     operands = (x, weights, into[first : first + count], out[first : first + count])
-    both = (both_ways(make(experts, first, count), operands) for make in (sorted_experts, loop))
-    for actual, wanted in zip(*both, strict=True):
-        limit = TOLERANCE * (1 + np.abs(wanted).max())
-        np.testing.assert_allclose(actual, wanted, rtol=0, atol=limit)
-
-
-def both_ways(function, operands) -> tuple:
-    """Result and gradients."""
-    result, pull = jax.vjp(function, *operands)
-    return result, *pull(jnp.cos(jnp.arange(result.size, dtype=jnp.float32)).reshape(result.shape))
+    actual = by_sorting(experts, operands, first=first, count=count)
+    check(actual, loop(experts, first, *operands))
 
 
 @pytest.mark.parametrize("pads", [False, True])
 @pytest.mark.parametrize("by_weight", [False, True])
 @pytest.mark.parametrize(("kind", "factor"), [("random", 0.7), ("random", 9), ("one expert", 1)])
 def test_copies_beyond_the_capacity_count_for_nothing(kind, factor, by_weight, pads):
+    """Weights of dropped copies are zero in the loop, and so are their gradients."""
     experts = choices(kind, 2)
     operands = arrays(2)
     capacity = capacity_of(TOKENS, 2, EXPERTS, factor)
-    kept = kept_copies(experts, np.asarray(operands[1]), capacity, by_weight)
+    kept = kept_copies(experts, operands[1], capacity, by_weight)
     assert kept.all() == (factor == 9)
-
-    def without_dropped(x_TD, weights_TK, *matrices):
-        return loop(experts, 0, EXPERTS)(x_TD, jnp.where(kept, weights_TK, 0), *matrices)
-
-    run = limited(jnp.asarray(experts), capacity, by_weight, pads)
-    both = (both_ways(function, operands) for function in (run, without_dropped))
-    for actual, wanted in zip(*both, strict=True):
-        limit = TOLERANCE * (1 + np.abs(wanted).max())
-        np.testing.assert_allclose(actual, wanted, rtol=0, atol=limit)
+    x, weights, *matrices = operands
+    wanted = list(loop(experts, 0, x, np.where(kept, weights, 0), *matrices))
+    wanted[2] = np.where(kept, wanted[2], 0)
+    how = {"capacity": capacity, "by_weight": by_weight, "pads": pads}
+    check(by_sorting(experts, operands, **how), tuple(wanted))
 
 
 @pytest.mark.parametrize(
@@ -151,40 +153,36 @@ def test_no_array_has_a_dimension_of_experts_beside_that_of_tokens():
     """No one-hot dispatch, and backward scatters nothing."""
     experts = jnp.asarray(choices("random", 2))
 
-    def loss(*operands):
-        return jnp.sum(sorted_experts(experts, 0, EXPERTS)(*operands) ** 2)
-
-    text = jax.jit(jax.grad(loss, (0, 1))).lower(*arrays(2)).as_text()
+    text = by_sorting.lower(experts, arrays(2)).as_text()
     assert f"tensor<{TOKENS}x{EXPERTS}x" not in text
     assert f"tensor<{TOKENS * 2}x{EXPERTS}x" not in text
 
 
 def test_low_precision_sums_in_float32():
     """Of integers: float32 holds their sums exactly in any order, bfloat16 does not."""
-    experts = jnp.asarray(choices("random", 4))
-    order = sort_by_expert(experts, EXPERTS)
-    y = jax.random.randint(jax.random.key(0), (TOKENS * 4, WIDTH), -256, 257).astype(jnp.bfloat16)
-    actual = collect(y, order)
-    wanted = jnp.sum(y[order.rows_TK].astype(jnp.float32), axis=1)
+    experts, rng = choices("random", 4), np.random.default_rng(0)
+    y = rng.integers(-256, 257, (TOKENS * 4, WIDTH)).astype(jnp.bfloat16)
+    order = jax.jit(sort_by_expert, static_argnums=1)(experts, EXPERTS)
+    actual = jax.jit(collect)(y, order)
+    wanted = np.float32(y)[order.rows_TK].sum(axis=1)
     assert actual.dtype == jnp.bfloat16
-    assert np.array_equal(actual, wanted.astype(jnp.bfloat16))
+    np.testing.assert_array_equal(np.asarray(actual), wanted.astype(jnp.bfloat16))
 
 
 def test_the_gradient_of_rows_waits_for_that_of_their_weights():
     """Values and gradients are the same; the compiled gradient of x alone has the other's sums."""
-    keys = jax.random.split(jax.random.key(0), 3)
-    x_RF, slope_RF = (jax.random.normal(key, (8, 4), jnp.bfloat16) for key in keys[:2])
-    weights_R = jax.random.uniform(keys[2], (8,))
-    results, sums = [], []
+    rng = np.random.default_rng(0)
+    x_RF, slope_RF = rng.normal(size=(2, 8, 4)).astype(jnp.bfloat16)
+    weights_R, results, sums = rng.random(8, np.float32), [], []
     for in_order in (False, True):
-        function = functools.partial(weighted_rows, in_order=in_order)
-        y_RF, pull = jax.vjp(function, x_RF, weights_R)
-        results.append((y_RF, *pull(slope_RF)))
 
-        def of_x(x_RF, function=function):
-            return jax.vjp(function, x_RF, weights_R)[1](slope_RF)[0]
+        def gradients(x_RF, in_order=in_order):
+            function = functools.partial(weighted_rows, in_order=in_order)
+            y_RF, pull = jax.vjp(function, x_RF, weights_R)
+            return y_RF, *pull(slope_RF)
 
-        text = jax.jit(of_x).lower(x_RF).compile().as_text()
-        sums.append(" reduce(" in str(text))
+        results.append(jax.jit(gradients)(x_RF))
+        of_x = jax.jit(lambda x_RF, gradients=gradients: gradients(x_RF)[1])
+        sums.append(" reduce(" in str(of_x.lower(x_RF).compile().as_text()))
     jax.tree.map(np.testing.assert_array_equal, *results)
     assert sums == [False, True]

@@ -41,6 +41,8 @@ def test_a_scale_is_the_smallest_power_of_two_that_fits(largest: float, dtype: s
     assert largest / scale <= most * (1 + 1e-7) < 2 * largest / scale * (1 + 2e-7)
 
 
+coded = jax.jit(quantize, static_argnums=1)
+coded_blocks = jax.jit(quantize_blocks, static_argnums=(1, 2))
 # XLA takes subnormal numbers for zero.
 ELEMENTS = st.floats(-3e4, 3e4, width=32, allow_subnormal=False)
 NUMBERS = arrays.arrays(np.float32, (4, 6), elements=ELEMENTS)
@@ -49,7 +51,7 @@ NUMBERS = arrays.arrays(np.float32, (4, 6), elements=ELEMENTS)
 @given(NUMBERS, st.sampled_from((E4M3, E5M2)), st.sampled_from(("float32", "bfloat16", "float16")))
 def test_codes_are_those_of_ml_dtypes(x, dtype: str, wide: str):
     x = np.asarray(jnp.asarray(x, wide))
-    codes, scale = quantize(jnp.asarray(x), dtype)
+    codes, scale = coded(x, dtype)
     wanted = (x.astype(np.float32) / np.float32(scale)).astype(dtype)
     np.testing.assert_array_equal(np.asarray(codes).view(np.uint8), wanted.view(np.uint8))
 
@@ -71,13 +73,13 @@ def test_codes_of_blocks_are_those_of_ml_dtypes(block):
     x = rng.normal(size=(64, 96)) * np.exp(3 * rng.normal(size=(64, 96)))
     x[:, 0] = 0
     x = jnp.asarray(x, "bfloat16")
-    codes, exponents = jax.jit(quantize_blocks, static_argnums=(1, 2))(x, E4M3, block)
+    codes, exponents = coded_blocks(x, E4M3, block)
     wanted, scales = in_numpy(np.asarray(x, np.float32), block)
     np.testing.assert_array_equal(exponents, scales.view(np.uint8))
     np.testing.assert_array_equal(np.asarray(codes).view(np.uint8), wanted.view(np.uint8))
     width = block[0] // 32 * 40, block[1] // 32 * 40  # the last block of 32 is cut
     part = x[: width[0] or 64, : width[1] or 96]
-    padded, _ = quantize_blocks(part, E4M3, block)
+    padded, _ = coded_blocks(part, E4M3, block)
     rows, columns = part.shape
     assert padded.shape == (-(-rows // block[0]) * block[0], -(-columns // block[1]) * block[1])
     assert not np.asarray(padded, np.float32)[rows:].any()
@@ -88,7 +90,7 @@ def test_codes_of_blocks_are_those_of_ml_dtypes(block):
 def test_extreme_numbers_keep_their_range(dtype):
     rows = np.float32([[0, 0], [3e-39, 1e-39], [1e38, -3e38], [1, 448], [np.nan, 1], [np.inf, 1]])
     for row in rows:
-        codes, scale = quantize(jnp.asarray(row, jnp.bfloat16), dtype)
+        codes, scale = coded(jnp.asarray(row, jnp.bfloat16), dtype)
         actual = np.asarray(codes, np.float32) * float(scale)
         rounded = np.asarray(jnp.asarray(row, jnp.bfloat16), np.float32)
         if np.isfinite(row).all():
@@ -103,8 +105,8 @@ def test_extreme_numbers_keep_their_range(dtype):
 def test_what_shares_a_scale_hardly_changes_a_number(seed: int, shift: int):
     """The reason for powers of two: codes times scale are the same with any larger neighbour."""
     x = np.random.default_rng(seed).uniform(0.01, 1, 64).astype(np.float32)
-    alone, scale = quantize(jnp.asarray(x), E4M3)
-    beside, larger = quantize(jnp.asarray([*x, 2.0**shift]), E4M3)
+    alone, scale = coded(x, E4M3)
+    beside, larger = coded(np.float32([*x, 2.0**shift]), E4M3)
     alone, beside = (
         np.asarray(c, np.float32) * float(s) for c, s in ((alone, scale), (beside, larger))
     )
@@ -121,8 +123,9 @@ def rounded(x, dtype: str, dim: int, recipe: Recipe) -> jax.Array:
 
 def scaled_matmul(a, b, a_scale, b_scale, preferred_element_type):
     """jax.nn.scaled_matmul: [B, M, K] times [B, N, K], with scales for equal parts of rows."""
+    size = a.shape[-1] // a_scale.shape[-1]
     a, b = (
-        x.astype("float32") * jnp.repeat(scale.astype("float32"), 32, -1)
+        x.astype("float32") * jnp.repeat(scale.astype("float32"), size, -1)
         for x, scale in ((a, a_scale), (b, b_scale))
     )
     return jnp.einsum("bmk,bnk->bmn", a, b).astype(preferred_element_type)
@@ -131,14 +134,17 @@ def scaled_matmul(a, b, a_scale, b_scale, preferred_element_type):
 @pytest.mark.parametrize("dims", [(-1, -2), (-1, -1), (-2, -2)])
 def test_the_product_of_gpus_gets_blocks_in_rows(monkeypatch, dims):
     rng, recipe = np.random.default_rng(0), RECIPES["mxfp8"]
-    operands = [
-        recipe.quantize(jnp.asarray(rng.normal(size=(2, 64, 64)), "bfloat16"), E4M3, dim)
-        for dim in dims
-    ]
-    wanted = recipe.multiply(*operands, dims, jnp.bfloat16)
+    arrays = [jnp.asarray(rng.normal(size=(2, 64, 64)), "bfloat16") for _ in dims]
+
+    def product(*arrays):
+        pairs = zip(arrays, dims, strict=True)
+        operands = [recipe.quantize(array, E4M3, dim) for array, dim in pairs]
+        return recipe.multiply(*operands, dims, jnp.bfloat16)
+
+    wanted = jax.jit(product)(*arrays)
     monkeypatch.setattr(quantized, "target_device", lambda: Device("cuda", (10, 0)))
     monkeypatch.setattr(jax.nn, "scaled_matmul", scaled_matmul)
-    found = recipe.multiply(*operands, dims, jnp.bfloat16)
+    found = jax.jit(lambda *arrays: product(*arrays))(*arrays)
     np.testing.assert_allclose(*(np.asarray(a, "float32") for a in (found, wanted)), rtol=2.0**-7)
 
 

@@ -8,7 +8,7 @@ import pytest
 from maxmeg.ops.random import fold, normal, random_bits, uniform_of
 
 KEY = jax.random.key(3)
-LAYERS, SIZE = 40, 512  # 10.5 million normal numbers
+LAYERS, SIZE = 4, 512  # a million normal numbers
 
 
 def bits(key=KEY, rows=512, first=0) -> np.ndarray:
@@ -58,7 +58,7 @@ def test_normal_numbers_are_normal_and_independent():
     moments = [np.mean(x**power, dtype=np.float64) for power in (1, 2, 3, 4)]
     deviations = [1, 2**0.5, 15**0.5, 96**0.5]
     np.testing.assert_array_less(np.abs(np.subtract(moments, [0, 1, 0, 3])) / deviations, limit)
-    assert 4.5 < -x.min() < 6 and 4.5 < x.max() < 6
+    assert 4.2 < -x.min() < 6 and 4.2 < x.max() < 6
     for axis in range(3):
         for step in (1, 2):
             assert abs(np.mean(x * np.roll(x, step, axis), dtype=np.float64)) < limit, (axis, step)

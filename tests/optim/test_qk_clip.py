@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import short_runs
 from layouts import controls, in_model_order, mesh_of, tiny, tiny_batch, tiny_state
+from sharded_layers import drawn
 
 from maxmeg.config.mixers import QkNorm
 from maxmeg.config.model import DType, Position
 from maxmeg.config.optimizers import QkClipConfig
-from maxmeg.config.schema import LoraConfig, Masters, OptimConfig
+from maxmeg.config.schema import Masters, OptimConfig
 from maxmeg.config.setting import with_fields
 from maxmeg.config.validate import validate
 from maxmeg.layers.attention import AttentionSpec
@@ -33,7 +34,7 @@ ROUNDED = 1e-5  # relative, of float32 logits, whose products are made anew
 OTHER_ORDER = 2e-5  # of weights after steps on meshes, where sums are made in another order
 THRESHOLD, ALPHA = 3.0, 0.3
 B, L, D, H, K = 2, 6, 16, 4, 8
-SIZES = {"hidden_size": D, "num_heads": H, "head_dim": K, "std": 0.5}
+SIZES = {"hidden_size": D, "num_heads": H, "head_dim": K}
 SIZES["clip"] = QkClip(THRESHOLD, ALPHA)
 LATENT = {"num_kv_heads": H, "kv_rank": 12, "rotary_size": 4, "value_size": 8}
 SPECS = {
@@ -44,35 +45,28 @@ SPECS = {
 }
 
 
-def layer_of(name: str):
-    """With random biases, and input with outliers."""
-    layer = SPECS[name].make(jax.random.key(0))
-    rng = np.random.default_rng(0)
-    for linear in (getattr(layer, "query", None), getattr(layer, "key", None)):
-        if linear is not None and linear.bias is not None:
-            linear.bias.set_value(jnp.float32(rng.normal(size=linear.bias.shape)))
-    return layer, jnp.float32(rng.normal(size=(B, L, D)))
-
-
 @jax.jit
-def largest_logits(layer, x_BLD):
+def clipped(layer, x_BLD):
+    """Each head's largest logit before and after clipping, and what evaluation reports."""
     ctx = Context(jnp.broadcast_to(jnp.arange(L), (B, L)), rows_B=jnp.arange(B), training=True)
-    return layer(x_BLD, ctx)[2][LARGEST].value
+    before_H = layer(x_BLD, ctx)[2][LARGEST].value
+    layer.update({LARGEST: before_H})
+    evaluated = layer(x_BLD, dataclasses.replace(ctx, training=False))[2]
+    return before_H, layer(x_BLD, ctx)[2][LARGEST].value, evaluated
 
 
 @pytest.mark.parametrize("name", SPECS)
 def test_logits_are_at_most_the_threshold_afterwards(name):
     """Heads above it are then at it, with grouped queries the largest of the group."""
-    layer, x_BLD = layer_of(name)
-    before_H = np.asarray(largest_logits(layer, x_BLD))
-    layer.update({LARGEST: jnp.asarray(before_H)})
+    layer = drawn(SPECS[name].make, 0.6)
+    x_BLD = jnp.float32(np.random.default_rng(0).normal(size=(B, L, D)))
+    before_H, after_H, evaluated = jax.device_get(clipped(layer, x_BLD))
     groups = before_H.reshape(layer.spec.num_kv_heads, -1).max(axis=1, keepdims=True)
     eta_GJ = np.minimum(1, THRESHOLD / groups) * np.ones((1, H // len(groups)))
     expected_H = before_H * eta_GJ.ravel()
-    np.testing.assert_allclose(largest_logits(layer, x_BLD), expected_H, rtol=ROUNDED)
+    np.testing.assert_allclose(after_H, expected_H, rtol=ROUNDED)
     assert before_H.max() > THRESHOLD >= expected_H.max() * (1 - ROUNDED)
-    ctx = Context(jnp.broadcast_to(jnp.arange(L), (B, L)))
-    assert layer(x_BLD, ctx)[2] == {}  # nothing in evaluation
+    assert evaluated == {}
 
 
 def megatron_gqa(weight_OI, eta_G, sizes):
@@ -102,24 +96,22 @@ def by_heads(linear, heads: int, layer: int) -> np.ndarray:
 def test_weights_are_those_of_megatrons_formulas():
     """Two stacked layers; logits above, at and below the threshold, also negative ones."""
     largest_NH = np.array([[6.0, 1.0, -2.0, 2.5], [3.0, 3.5, 100.0, -1e30]], np.float32)
-    stacked = jax.vmap(SPECS["gqa"].make)(jax.random.split(jax.random.key(0), 2))
-    latent = jax.vmap(SPECS["mla"].make)(jax.random.split(jax.random.key(1), 2))
-    old, old_latent = (jax.tree.map(jnp.copy, layer) for layer in (stacked, latent))
-    for layer in (stacked, latent):
+
+    @jax.jit
+    def updated(layer):
         layer.update({LARGEST: jnp.asarray(largest_NH)})
+        return layer
+
+    old, old_latent = (
+        drawn(lambda key, spec=SPECS[name]: jax.vmap(spec.make)(jax.random.split(key)), 0.5)
+        for name in ("gqa", "mla")
+    )
+    stacked, latent = updated(old), updated(old_latent)
     for n, largest_H in enumerate(largest_NH):
         groups_G = largest_H.reshape(2, 2).max(axis=1)
         eta_G = np.where(groups_G > THRESHOLD, THRESHOLD / groups_G, 1)
         parts = [
-            [
-                part.reshape(2, -1, D)
-                for part in (
-                    by_heads(x.query, 4, n),
-                    by_heads(x.key, 2, n),
-                    by_heads(x.value, 2, n),
-                )
-            ]
-            for x in (old, stacked)
+            [by_heads(linear, 2, n) for linear in (x.query, x.key, x.value)] for x in (old, stacked)
         ]
         before, after = (np.concatenate(part, axis=1) for part in parts)
         sizes = [part.shape[1] for part in parts[0]]
@@ -139,17 +131,22 @@ def test_weights_are_those_of_megatrons_formulas():
     np.testing.assert_array_equal(stacked.out.weight[...], old.out.weight[...])
 
 
-def largest(*call):
+def largest(spec: ScoreSpec, *qkv: jax.Array):
     """The largest score of each head that attention reports."""
-    results = attention_call.attention_with_lse(*call)
-    return attention_call.output_and_largest(*results)[1]
+
+    @jax.jit
+    def report(*qkv):
+        results = attention_call.attention_with_lse(*qkv, spec)
+        return attention_call.output_and_largest(*results)[1]
+
+    return report(*qkv)
 
 
 def test_a_backend_without_the_largest_scores_gives_a_bound(monkeypatch):
     rng = np.random.default_rng(0)
     qkv = [jnp.float32(rng.normal(size=(B, L, H, K))) for _ in "qkv"]
     spec = ScoreSpec(largest=True)
-    exact_H = largest(*qkv, spec)
+    exact_H = np.asarray(largest(spec, *qkv))
     scores = np.einsum("blhk,bmhk->bhlm", *qkv[:2]) * K**-0.5
     scores = np.where(np.tri(L, dtype=bool), scores, -np.inf)
     np.testing.assert_allclose(exact_H, scores.max(axis=(0, 2, 3)), rtol=ROUNDED)
@@ -158,9 +155,9 @@ def test_a_backend_without_the_largest_scores_gives_a_bound(monkeypatch):
         SUPPORTS="", refuses=xla.refuses, attend=lambda *call: xla.attend(*call)[:2]
     )
     monkeypatch.setitem(attention_call.BACKENDS, "xla", without)
-    bound_H = np.asarray(largest(*qkv, spec))
+    bound_H = np.asarray(largest(spec, *qkv))
     assert (bound_H > exact_H).all() and (bound_H <= exact_H + math.log(L)).all()
-    assert largest(*qkv, ScoreSpec()) is None
+    assert largest(ScoreSpec(), *qkv) is None
 
 
 MODELS = {
@@ -259,26 +256,20 @@ def test_a_run_logs_the_largest_logit(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("model", "clip", "message"),
+    ("fields", "clip", "message"),
     [
-        ({"layers": "*(mamba)"}, {}, r"model.layers=\*\(mamba\) has no attention"),
-        ({"attention.qk_norm": QkNorm.head}, {}, "with model.attention.qk_norm=head: set"),
-        ({"attention.softcap": 5.0}, {}, "or model.attention.softcap=0.0"),
-        ({"position": Position.relative}, {}, "biases of model.position=relative"),
+        ({"lora.rank": 2}, {}, r"with lora\.rank=2: set the threshold to 0"),
+        ({"model.layers": "*(mamba)"}, {}, r"model.layers=\*\(mamba\) has no attention"),
+        ({"model.attention.qk_norm": QkNorm.head}, {}, "with model.attention.qk_norm=head: set"),
+        ({"model.attention.softcap": 5.0}, {}, "or model.attention.softcap=0.0"),
+        ({"model.position": Position.relative}, {}, "biases of model.position=relative"),
         ({}, {"alpha": 1.5}, "optim.qk_clip.alpha=1.5 must be at least 0 and at most 1"),
         ({}, {"alpha": 0.3, "threshold": 0.0}, "qk_clip.alpha=0.3 has no effect without"),
         ({}, {"threshold": -1.0}, "optim.qk_clip.threshold=-1.0 must be at least 0"),
     ],
 )
-def test_invalid_settings_are_refused(model, clip, message):
-    config = tiny(model)
+def test_invalid_settings_are_refused(fields, clip, message):
+    config = with_fields(tiny(), fields)
     config.optim.qk_clip = with_fields(QkClipConfig(100.0), clip)
     with pytest.raises(ValueError, match=message):
-        validate(config, 1)
-
-
-def test_adapters_are_refused():
-    config = dataclasses.replace(tiny(), lora=LoraConfig(rank=2))
-    config.optim.qk_clip.threshold = 100.0
-    with pytest.raises(ValueError, match=r"with lora\.rank=2: set the threshold to 0"):
         validate(config, 1)

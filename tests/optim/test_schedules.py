@@ -133,12 +133,6 @@ def rampup_size(consumed, rampup, final):
     return start + int(consumed / each) * increment
 
 
-def test_batch_sizes_follow_the_ramp_up():
-    rampup = ((16, 8, 300000), 1024)
-    sizes = [rampup_size(consumed, *rampup) for consumed in (2380, 2381, 100000, 300000)]
-    assert sizes == [16, 24, 352, 1024]
-
-
 @pytest.mark.parametrize(("rampup", "final"), RAMPUPS)
 def test_rampup_equals_a_walk(rampup, final):
     schedules = Schedules(run(train__batch_rampup=rampup, train__global_batch_size=final))

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import megatron_bert
@@ -24,33 +25,32 @@ STEPS, ROWS = 50, 8
 CLOSE = 1e-3  # relative
 
 
-def train(folder: Path) -> None:
-    """Train the model in FOLDER/imported on the samples of FOLDER/sentences, in FOLDER/run."""
+def train(folder: Path, data, rates: types.ModuleType, **settings) -> None:
+    """Train the model in FOLDER/imported on these samples, in FOLDER/run; rates: LR, BETAS, EPS."""
     config = maxmeg.config(
         f"finetune:{folder / 'imported'}",
         **{
             "run_dir": str(folder / "run"),
             "data.sequence_length": megatron_model.LENGTH,
             "data.paths": (str(folder / "sentences"),),
-            "train.global_batch_size": ROWS,
-            "train.num_steps": STEPS,
             "train.eval_every": 0,
             "log.every": 1,
             "log.tensorboard": False,
+            **settings,
         },
     )
     config.model.dtype = DType.float32
-    beta1, beta2 = megatron_bert.BETAS
+    beta1, beta2 = rates.BETAS
     config.optim = OptimConfig(
-        lr=megatron_bert.LR,
+        lr=rates.LR,
         decay=LrDecay.constant,
         weight_decay=0.0,
         clip_norm=0.0,
         beta1=beta1,
         beta2=beta2,
-        eps=megatron_bert.EPS,
+        eps=rates.EPS,
     )
-    maxmeg.train(config, Datasets(load_tokenizer(config.data.tokenizer), samples(folder)))
+    maxmeg.train(config, Datasets(load_tokenizer(config.data.tokenizer), data))
 
 
 def samples(folder: Path) -> BertDataset:
@@ -80,4 +80,6 @@ def test_fifty_steps_have_its_losses(tmp_path: Path):
 
 
 if __name__ == "__main__":
-    train(Path(sys.argv[1]))
+    folder = Path(sys.argv[1])
+    sizes = {"train.global_batch_size": ROWS, "train.num_steps": STEPS}
+    train(folder, samples(folder), megatron_bert, **sizes)

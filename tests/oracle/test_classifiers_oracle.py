@@ -1,8 +1,6 @@
 """Classifiers: logits, losses and gradients are those of Hugging Face's classes; import and export
 are exact inverses, and the commands carry the names of the classes."""
 
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,17 +8,17 @@ import pytest
 import torch
 import transformers
 from hf_cases import classifiers
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 from test_families_oracle import (
     LENGTH,
+    assert_returns,
     assert_same_gradients,
     close,
-    exported,
     imported,
     saved,
 )
 
-from maxmeg.hf.families.read import canonical_names, differences, hf_config, model_config
+from maxmeg.hf.families.read import canonical_names, model_config
 from maxmeg.layers.context import Context
 
 CLOSE = 1e-5  # largest error over the largest value
@@ -86,16 +84,8 @@ def test_classifier(name, tmp_path):
     assert float(value) == pytest.approx(float(output.loss.detach()), rel=CLOSE)
     assert_same_gradients(gradients, theirs, model, name, tmp_path / "gradients")
 
-    back = exported(ours, model, name)
-    assert back.keys() == tensors.keys()
-    for tensor in tensors:
-        np.testing.assert_array_equal(back[tensor], tensors[tensor], err_msg=tensor, strict=True)
-    written = hf_config(model, name, config)
-    assert not differences(model, model_config(written))
     folder = tmp_path / "exported"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(written))
-    save_file({n: np.ascontiguousarray(a) for n, a in back.items()}, folder / "model.safetensors")
+    assert_returns(ours, model, name, config, tensors, folder)
     again = getattr(transformers, name).from_pretrained(folder, attn_implementation="eager").eval()
     with torch.no_grad():
         np.testing.assert_array_equal(again(**arguments).logits.numpy(), wanted)

@@ -4,7 +4,6 @@ and export are exact inverses, and what is exported loads there without a word."
 import dataclasses
 import functools
 import json
-import logging
 from pathlib import Path
 
 import jax
@@ -87,18 +86,6 @@ def with_gptj(monkeypatch):
     monkeypatch.setitem(FAMILIES, "GPTJForCausalLM", GPTJ)
 
 
-@pytest.fixture
-def heard():
-    """What transformers logs from warnings on."""
-    records: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: records.append(record.getMessage())
-    logger = logging.getLogger("transformers")
-    logger.addHandler(handler)
-    yield records
-    logger.removeHandler(handler)
-
-
 def saved(name: str, folder, cases: dict = CASES):
     """Their model, with weights at which norms and biases count, and the files it is saved in."""
     architecture, settings = cases[name]
@@ -149,6 +136,21 @@ def exported(ours, model: ModelConfig, family: str) -> dict[str, np.ndarray]:
         parts = [arrays[place.name][place.index] for place in binding.ours]
         actual[binding.theirs] = binding.join(parts)
     return actual
+
+
+def assert_returns(ours, model: ModelConfig, family: str, config: dict, tensors, folder) -> dict:
+    """Our model becomes their tensors again, and a config.json of the same model, in a new folder
+    of theirs; that config.json."""
+    back = exported(ours, model, family)
+    assert back.keys() == tensors.keys()
+    for tensor in tensors:
+        np.testing.assert_array_equal(back[tensor], tensors[tensor], err_msg=tensor, strict=True)
+    written = hf_config(model, family, config)
+    assert not differences(model, model_config(written))
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(written))
+    save_file({n: np.ascontiguousarray(a) for n, a in back.items()}, folder / "model.safetensors")
+    return written
 
 
 @jax.jit
@@ -206,18 +208,9 @@ def test_family(name, tmp_path, heard):
     assert float(value) == pytest.approx(float(output.loss.detach()), rel=LOGITS)
     assert_same_gradients(gradients, theirs, model, family, tmp_path / "gradients")
 
-    back = exported(ours, model, family)
-    assert back.keys() == tensors.keys()
-    for tensor in tensors:
-        np.testing.assert_array_equal(back[tensor], tensors[tensor], err_msg=tensor, strict=True)
-
-    written = hf_config(model, family, config)
-    assert not differences(model, model_config(written))
-    assert hf_config(model_config(written), family, config) == written
     folder = tmp_path / "exported"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(written))
-    save_file({n: np.ascontiguousarray(a) for n, a in back.items()}, folder / "model.safetensors")
+    written = assert_returns(ours, model, family, config, tensors, folder)
+    assert hf_config(model_config(written), family, config) == written
     heard.clear()
     again = type(theirs).from_pretrained(folder, attn_implementation="eager").eval()
     if family == "GPTJForCausalLM":

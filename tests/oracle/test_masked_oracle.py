@@ -6,7 +6,6 @@ import warnings
 
 import numpy as np
 import pytest
-import torch
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what its imports say of optional packages
@@ -30,7 +29,10 @@ from maxmeg.data.masked.sentences import SentenceOrder, SentenceSamples
 from maxmeg.data.masked.t5 import T5Dataset
 from maxmeg.data.samples.blending import blended, member_sizes, normalized
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # megatron-core's
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # megatron-core's
+    pytest.mark.usefixtures("process_group"),
+]
 SIZE, CLS, SEP, MASK, BOS, EOS = 300, 1, 2, 3, 4, 5
 SENTINELS = tuple(range(290, 300))
 SPLIT, ROWS = "80,20,0", 120
@@ -57,17 +59,6 @@ def corpus(folder, fewest: int = 0) -> str:
 @pytest.fixture(scope="module")
 def prefix(tmp_path_factory) -> str:
     return corpus(tmp_path_factory.mktemp("corpus"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group(tmp_path_factory):
-    """Its datasets ask which of the processes this is."""
-    store = tmp_path_factory.mktemp("store") / "store"
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=0, world_size=1
-    )
-    yield
-    torch.distributed.destroy_process_group()
 
 
 def vocabulary(pad: int) -> Vocabulary:

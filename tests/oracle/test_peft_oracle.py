@@ -1,7 +1,6 @@
 """peft loads exported adapters onto transformers' base without a word, and gives our logits; those
 that it writes give its logits here."""
 
-import logging
 import warnings
 
 import jax
@@ -54,20 +53,6 @@ WRITTEN = [
         {"fan_in_fan_out": True, "layers_to_transform": [1]},
     ),
 ]
-
-
-@pytest.fixture
-def heard():
-    """What transformers and peft log from warnings on."""
-    records: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: records.append(record.getMessage())
-    loggers = [logging.getLogger(name) for name in ("transformers", "peft")]
-    for logger in loggers:
-        logger.addHandler(handler)
-    yield records
-    for logger in loggers:
-        logger.removeHandler(handler)
 
 
 def saved(architecture: str, settings: dict, folder) -> None:

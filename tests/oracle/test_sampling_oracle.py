@@ -7,7 +7,6 @@ import warnings
 
 import numpy as np
 import pytest
-import torch
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what its imports say of optional packages
@@ -25,7 +24,10 @@ from maxmeg.data.samples.blending import blending_index, exhaustive_index, norma
 from maxmeg.data.samples.megatron_order import MegatronOrder, MegatronSamples
 from maxmeg.data.tokenizers.load import load_tokenizer
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # megatron-core's
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # megatron-core's
+    pytest.mark.usefixtures("process_group"),
+]
 VOCAB, EOD, ROWS = 1000, 999, 1000
 
 CORPORA = {  # lengths of documents
@@ -47,17 +49,6 @@ def corpora(tmp_path_factory) -> dict[str, str]:
             for length in lengths(random):
                 writer.add_document(random.integers(0, VOCAB, length))
     return actual
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group(tmp_path_factory):
-    """Its blends ask which of the processes this is."""
-    store = tmp_path_factory.mktemp("store") / "store"
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=0, world_size=1
-    )
-    yield
-    torch.distributed.destroy_process_group()
 
 
 def tokenizer():

@@ -8,15 +8,11 @@ import megatron_model
 import megatron_t5
 import numpy as np
 from masked_corpus import corpus, vocabulary
-from test_bert_curve_oracle import run
+from test_bert_curve_oracle import run, train
 
-import maxmeg
-from maxmeg.config.model import DType, Position
-from maxmeg.config.schema import LrDecay, OptimConfig
+from maxmeg.config.model import Position
 from maxmeg.data.corpus.indexed import IndexedDataset
 from maxmeg.data.masked.t5 import T5Dataset
-from maxmeg.data.source import Datasets
-from maxmeg.data.tokenizers.load import load_tokenizer
 from maxmeg.hf.families.binding import Place
 from maxmeg.hf.trained import TrainedModel
 from maxmeg.megatron.convert import import_megatron
@@ -24,36 +20,6 @@ from maxmeg.megatron.convert import import_megatron
 STEPS, ROWS = 100, 8
 CLOSE = 1e-3  # relative
 LENGTHS = megatron_t5.SOURCE, megatron_model.LENGTH
-
-
-def train(folder: Path) -> None:
-    """Train the model in FOLDER/imported on the samples of FOLDER/sentences, in FOLDER/run."""
-    config = maxmeg.config(
-        f"finetune:{folder / 'imported'}",
-        **{
-            "run_dir": str(folder / "run"),
-            "data.source_length": megatron_t5.SOURCE,
-            "data.sequence_length": megatron_model.LENGTH,
-            "data.paths": (str(folder / "sentences"),),
-            "train.global_batch_size": ROWS,
-            "train.num_steps": STEPS,
-            "train.eval_every": 0,
-            "log.every": 1,
-            "log.tensorboard": False,
-        },
-    )
-    config.model.dtype = DType.float32
-    beta1, beta2 = megatron_t5.BETAS
-    config.optim = OptimConfig(
-        lr=megatron_t5.LR,
-        decay=LrDecay.constant,
-        weight_decay=0.0,
-        clip_norm=0.0,
-        beta1=beta1,
-        beta2=beta2,
-        eps=megatron_t5.EPS,
-    )
-    maxmeg.train(config, Datasets(load_tokenizer(config.data.tokenizer), samples(folder)))
 
 
 def samples(folder: Path) -> T5Dataset:
@@ -81,4 +47,7 @@ def test_a_hundred_steps_have_its_losses(tmp_path: Path):
 
 
 if __name__ == "__main__":
-    train(Path(sys.argv[1]))
+    folder = Path(sys.argv[1])
+    sizes = {"train.global_batch_size": ROWS, "train.num_steps": STEPS}
+    sizes["data.source_length"] = megatron_t5.SOURCE
+    train(folder, samples(folder), megatron_t5, **sizes)

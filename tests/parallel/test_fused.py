@@ -1,7 +1,5 @@
 """Weights of projections of one input as one: which are, and that nothing changes."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -106,12 +104,12 @@ def test_one_product_gives_the_outputs_and_gradients_of_several(bias):
         outputs = project((layer.query, layer.key, layer.value), x_BLD)
         return sum(jnp.vdot(y, slope) for y, slope in zip(outputs, slopes, strict=True)), outputs
 
-    run = functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
-    (_, wanted), (weights, into) = run(loss)(layer, x_BLD)
+    run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+    (_, wanted), (weights, into) = run(layer, x_BLD)
     model, _ = fuse(layer, places, mesh)
     jaxpr = str(jax.make_jaxpr(loss)(model, x_BLD))
     assert jaxpr.count("dot_general") == 1 + len(slopes)
-    (_, outputs), (gradients, found_into) = run(loss)(model, x_BLD)
+    (_, outputs), (gradients, found_into) = run(model, x_BLD)
     found = outputs, separate(gradients, layer), found_into
     for one, other in zip(
         jax.tree.leaves(found), jax.tree.leaves((wanted, weights, into)), strict=True

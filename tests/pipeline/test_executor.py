@@ -25,7 +25,6 @@ from layouts import (
 
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.parallel import ParallelConfig, Schedule
-from maxmeg.config.recompute import POLICIES
 from maxmeg.config.schema import Config
 from maxmeg.config.stages import units_of_chunks
 from maxmeg.layers.auxiliary import by_layer, over_devices
@@ -66,53 +65,33 @@ ORDERS = {
     "interleaved": {"chunks": 2},
     "zero_bubble": {"schedule": Schedule.zero_bubble},
 }
-MESHES = [
-    {"pipe": 2, "fsdp": 1, "tensor": 2},
-    {"pipe": 2, "fsdp": 2},
-    {"pipe": 2, "fsdp": 2, "tensor": 2},
-    {"pipe": 4, "fsdp": 1},
-    {"pipe": 4, "fsdp": 1, "tensor": 2},
-    {"pipe": 4, "fsdp": 2},
+ZERO1 = {"pipe": 2, "data": 2, "fsdp": 2}
+UNITS = {"pipe": 2, "fsdp": 2, "tensor": 2, "chunk_layers": (2, 1)}
+QUICK = [
+    ("llama", {"pipe": 2, "fsdp": 2, "tensor": 2, "chunks": 2}, {"recompute": "full"}, 1),
+    ("llama", ZERO1 | {"chunks": 2}, {}, 1),
 ]
-
-
-def grid() -> list:
-    """Every schedule on a mesh of two stages and one of four; recompute modes and 1, 2 or 4
-    microbatches a stage in turn. One microbatch with a weight lane, which writes shards of ZeRO-1
-    once, on stages that differ; two without a pipeline and without a loop over layers, whose ticks
-    follow each other."""
-    zero1 = {"pipe": 2, "data": 2, "fsdp": 2, "chunk_layers": (3, 5)}
-    once = ("llama", zero1 | ORDERS["zero_bubble"], {}, BATCH // 4)
-    twice = ("llama", {"fsdp": 2}, {"scan_layers": False}, BATCH // 4)
-    cases: list = [pytest.param(*case, marks=pytest.mark.slow) for case in (once, twice)]
-    for i, (order, settings) in enumerate(ORDERS.items()):
-        for j, mesh in enumerate([MESHES[i % 3], MESHES[3 + i % 3]]):
-            recompute = list(POLICIES)[(i + j) % 3]
-            rounds = (1, 2, 4)[(i + j // 2) % 3]
-            micro = BATCH // (mesh["pipe"] * rounds * mesh["fsdp"])
-            if micro * mesh["pipe"] * rounds * mesh["fsdp"] == BATCH:
-                kept = order == "interleaved" and j == 0  # the one among the quick tests
-                case = ("llama", mesh | settings, {"recompute": recompute}, micro)
-                cases.append(case if kept else pytest.param(*case, marks=pytest.mark.slow))
-    return cases
-
-
-def layer_by_layer() -> list:
-    """One, two and four microbatches without a pipeline; every schedule; stages that differ."""
-    uneven = {"pipe": 2, "fsdp": 1, "chunk_layers": (3, 5)}
-    slow = [
-        ({"fsdp": 2}, {"recompute": "full"}, 2),
-        ({"pipe": 2, "fsdp": 2} | ORDERS["zero_bubble"], {}, 1),
-        (uneven, {}, 1),
-    ]
-    quick = ("llama", {"pipe": 2, "fsdp": 2} | ORDERS["interleaved"], {}, 1)
-    return [quick, *(pytest.param("llama", *case, marks=pytest.mark.slow) for case in slow)]
-
-
-MIXED = [
-    ({"pipe": 2, "fsdp": 1, "data": 2, "tensor": 2, "schedule": Schedule.zero_bubble}, 2),
-    ({"pipe": 2, "data": 4, "fsdp": 1, "zero1": False, "chunk_layers": (3, 5)}, 1),
-    ({"pipe": 4, "fsdp": 1, "chunks": 2, "pad_layers": True}, 1),
+SLOW = [  # model, layout, settings, rows of a microbatch
+    # every schedule on two stages and on four
+    ("llama", {"pipe": 2, "fsdp": 1, "tensor": 2} | ORDERS["gpipe"], {}, 8),
+    ("llama", {"pipe": 4, "fsdp": 1} | ORDERS["gpipe"], {"recompute": "selective"}, 4),
+    ("llama", {"pipe": 2, "fsdp": 2}, {"recompute": "selective"}, 2),
+    ("llama", {"pipe": 4, "fsdp": 1, "tensor": 2}, {"recompute": "full"}, 2),
+    ("llama", {"pipe": 4, "fsdp": 1} | ORDERS["zero_bubble"], {"recompute": "selective"}, 4),
+    # two microbatches without a pipeline and without a loop over layers: ticks follow each other
+    ("llama", {"fsdp": 2}, {"scan_layers": False}, BATCH // 4),
+    # what ZeRO-1 cuts is gathered in the first tick and scattered in the last, which may be the
+    # same; stages that differ; one microbatch with a weight lane, which writes shards once
+    ("llama", {"data": 2, "fsdp": 2}, {"recompute": "full"}, 2),
+    ("llama", ZERO1 | ORDERS["zero_bubble"], {}, 1),
+    ("llama", ZERO1 | ORDERS["zero_bubble"] | {"chunk_layers": (3, 5)}, {}, BATCH // 4),
+    ("llama", {"pipe": 2, "data": 2, "fsdp": 1, "chunk_layers": (3, 5)}, {}, 1),
+    # three units of several layers, the last shorter and a group of its own
+    ("convolutions", UNITS | ORDERS["gpipe"], {}, 2),
+    ("hybrid", UNITS | ORDERS["zero_bubble"], {}, 2),
+    ("everything", {"pipe": 2, "fsdp": 1, "data": 2, "tensor": 2} | ORDERS["zero_bubble"], {}, 2),
+    ("everything", {"pipe": 2, "data": 4, "fsdp": 1, "zero1": False}, {}, 1),
+    ("everything", {"pipe": 4, "fsdp": 1, "chunks": 2, "pad_layers": True}, {"num_layers": 10}, 1),
 ]
 
 
@@ -131,9 +110,9 @@ def reporting_mlps():
         yield
 
 
-def run(model: str, parallel: dict, settings: dict, micro: int, layers: int = LAYERS):
+def run(model: str, parallel: dict, settings: dict, micro: int):
     """(loss, gradients and auxiliary values by name in model order) of one batch."""
-    fields = {"num_layers": layers, **MODELS[model], **settings}
+    fields = {"num_layers": LAYERS, **MODELS[model], **settings}
     config = tiny(fields, {"z_loss": 1e-3, "micro_batch_size": micro}, **parallel)
     mesh = mesh_of(config)
     _, abstract, state = tiny_state(config, mesh)
@@ -154,24 +133,26 @@ def run(model: str, parallel: dict, settings: dict, micro: int, layers: int = LA
 
 
 @functools.cache
-def one_device(model: str, layers: int = LAYERS):
-    return run(model, {"fsdp": 1}, {}, 0, layers)
+def one_device(model: str, **settings):
+    return run(model, {"fsdp": 1}, settings, 0)
 
 
-def check_equal(actual, expected) -> None:
-    assert actual[0] == pytest.approx(expected[0], rel=TOLERANCE)
-    assert actual[1].keys() == expected[1].keys()
-    for name, a in actual[1].items():
-        b = expected[1][name]
+@pytest.mark.parametrize(
+    ("model", "parallel", "settings", "micro"),
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+)
+def test_schedule_equals_one_device(model, parallel, settings, micro):
+    loss, found = run(model, parallel, settings, micro)
+    layers = {name: n for name, n in settings.items() if name == "num_layers"}
+    expected_loss, expected = one_device(model, **layers)
+    assert loss == pytest.approx(expected_loss, rel=TOLERANCE)
+    assert found.keys() == expected.keys()
+    for name, a in found.items():
+        b = expected[name]
         rows = min(len(a), len(b))  # the padding of the vocabulary differs
         assert not a[rows:].any() and not b[rows:].any()
         error = np.abs(a[:rows] - b[:rows]).max()
         assert error <= TOLERANCE * np.abs(b).max() + FLOOR, name
-
-
-@pytest.mark.parametrize(("model", "parallel", "settings", "micro"), grid())
-def test_schedule_equals_one_device(model, parallel, settings, micro):
-    check_equal(run(model, parallel, settings, micro), one_device(model))
 
 
 def toy_unit(weight, x_B, given, prevent_cse):
@@ -180,17 +161,13 @@ def toy_unit(weight, x_B, given, prevent_cse):
     return x_B * weight, [{"toy": aux}]
 
 
-@pytest.mark.parametrize("layers", [pytest.param(4, marks=pytest.mark.slow), 5])
 @pytest.mark.parametrize("order", [*ORDERS, "one stage"])
-def test_auxiliary_values_are_combined_by_their_kind(order, layers):
+def test_auxiliary_values_are_combined_by_their_kind(order):
     """Over microbatches, and over devices, in model order; stages that idle report nothing."""
-    is_piped = order in ORDERS
-    parallel = ParallelConfig(pipe=2, pad_layers=True, **ORDERS.get(order, {}))
-    if not is_piped:
-        parallel.pipe = 1
-    layout = arrange(
-        (layers,), parallel.pipe, units_of_chunks(ModelConfig(num_layers=layers), parallel)
-    )
+    layers, stages = 5, 2 if order in ORDERS else 1
+    parallel = ParallelConfig(pipe=stages, pad_layers=True, **ORDERS.get(order, {}))
+    counts = units_of_chunks(ModelConfig(num_layers=layers), parallel)
+    layout = arrange((layers,), stages, counts)
     sizes = dict.fromkeys(AXES, 1) | {"data": 2, "pipe": parallel.pipe}
     mesh = make_mesh(sizes, jax.devices()[: 2 * parallel.pipe])
     rng = np.random.default_rng(0)
@@ -229,50 +206,45 @@ def test_auxiliary_values_are_combined_by_their_kind(order, layers):
     np.testing.assert_allclose(actual["largest"], inputs.max((1, 2)), rtol=TOLERANCE)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "order"),
-    [
-        ("convolutions", "gpipe"),
-        ("hybrid", "zero_bubble"),
-    ],
-)
-def test_units_of_several_layers_equal_one_device(model, order):
-    """Three units, the last shorter and a group of its own, on two stages."""
-    mesh = {"pipe": 2, "fsdp": 2, "tensor": 2, "chunk_layers": (2, 1)} | ORDERS[order]
-    check_equal(run(model, mesh, {}, 2), one_device(model))
-
-
-@pytest.mark.parametrize(("model", "parallel", "settings", "micro"), layer_by_layer())
-def test_what_zero1_cuts_layer_by_layer_equals_one_device(model, parallel, settings, micro):
-    """Gathered in the first tick and scattered in the last, which may be the same."""
-    check_equal(run(model, {"data": 2} | parallel, settings, micro), one_device(model))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("parallel", "micro"), MIXED)
-def test_everything_equals_one_device(parallel, micro):
-    layers = 10 if parallel.get("pad_layers") else LAYERS
-    check_equal(run("everything", parallel, {}, micro, layers), one_device("everything", layers))
-
-
-@pytest.mark.parametrize("chunks", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_evaluation_and_learning(chunks):
+@pytest.mark.parametrize(("chunks", "zero1"), [(1, True), (2, False)])
+def test_a_step_learns_and_reduces_its_gradients_once(chunks, zero1):
     """Losses fall, one compilation; validation runs forwards alone and agrees."""
-    train = {"micro_batch_size": 1}
-    config = tiny({"num_layers": 4}, train, pipe=2, fsdp=2, tensor=2, chunks=chunks)
+    parallel = {"pipe": 2, "data": 2, "fsdp": 1, "tensor": 2, "zero1": zero1, "chunks": chunks}
+    config = tiny({"num_layers": 4}, {"micro_batch_size": 1}, **parallel)
     mesh = mesh_of(config)
     optimizer, abstract, state = tiny_state(config, mesh)
     step = make_train_step(config, mesh, optimizer, abstract)
     evaluate = make_eval_step(config, mesh, abstract.model)
     batch, losses = tiny_batch(config, mesh), []
-    for _ in range(4):
+    text = step.lower(state, batch, controls(mesh)).compile().as_text()
+    check_reductions(config, hlo.parse(text))
+    for _ in range(3):
         sums = evaluate(state.model, batch)
         state, metrics = step(state, batch, controls(mesh))
         losses.append(float(metrics["loss"]))
         assert float(sums["loss_sum"] / sums["tokens"]) == pytest.approx(losses[-1], rel=TOLERANCE)
     assert losses == sorted(losses, reverse=True)
     assert step._cache_size() == evaluate._cache_size() == 1
+
+
+def check_reductions(config: Config, program: hlo.Program) -> None:
+    """Over the replicas: one collective for every set of axes, outside of loops. Under ZeRO-1 what
+    the planner says: the gradients of layers in the last tick."""
+    sizes = {"pipe": 2, "data": 2, "fsdp": 1, "expert": 1, "context": 1, "tensor": 2}
+    rows = [row for row in hlo.collectives(program, sizes) if "data" in row.axes]
+    actual = [row for row in rows if row.volume > 64 and row.kind != "all-gather"]
+    if config.parallel.zero1:
+        planned = traffic(workload(config, 8), parse_cluster("h100x8"))
+        sent = [r.volume for r in planned if (r.kind, r.axis) == ("reduce-scatter", "data")]
+        found = [row.volume for row in actual if row.kind == "reduce-scatter"]
+        assert sum(found) == sum(sent) > 0  # each of two devices sends what it does not keep
+    else:
+        assert actual and all(row.runs == row.instructions for row in actual)
+        assert {row.kind for row in actual} == {"all-reduce"}
+        # by sets of axes: what pipe and tensor shard, what one of them, what neither; the sums of
+        # losses and tokens go with one of these, or alone
+        assert len({row.axes for row in actual}) == len(actual)
+        assert sum(row.instructions for row in actual) <= len(actual) + 1
 
 
 def compiled(parallel: dict, microbatches: int, **model):
@@ -289,37 +261,31 @@ def compiled(parallel: dict, microbatches: int, **model):
     return config, lowered.compile()
 
 
-def temporary(schedule: dict, microbatches: int) -> int:
-    step = compiled({"pipe": 4, "fsdp": 1, **schedule}, microbatches)[1]
-    return step.memory_analysis().temp_size_in_bytes
+FOUR_STAGES = {"pipe": 4, "fsdp": 1}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("order", ["1f1b", "zero_bubble"])
-def test_memory_does_not_grow_with_microbatches(order):
-    sizes = [temporary(ORDERS[order], rounds * 4) for rounds in (4, 64)]
-    assert max(sizes) < 1.01 * min(sizes)
-
-
-@pytest.mark.slow
-def test_ticks_of_zero1_do_not_overlap():
-    """Two microbatches have no loop: forward of the second must wait for backward of the first."""
-    two, four = (compiled({"data": 2, "fsdp": 1}, microbatches)[1] for microbatches in (2, 4))
-    sizes = [step.memory_analysis().temp_size_in_bytes for step in (two, four)]
-    assert max(sizes) < 1.01 * min(sizes)
-
-
-@pytest.mark.slow
-def test_memory_of_gpipe_grows():
-    few, many = (temporary(ORDERS["gpipe"], rounds * 4) for rounds in (4, 16))
-    assert many > 2 * few
+@pytest.mark.parametrize(
+    ("parallel", "few", "many", "least", "most"),
+    [
+        (FOUR_STAGES, 16, 256, 1, 1.01),
+        (FOUR_STAGES | ORDERS["zero_bubble"], 16, 256, 1, 1.01),
+        # two microbatches have no loop: the second's forward must wait for the first's backward
+        ({"data": 2, "fsdp": 1}, 2, 4, 1 / 1.01, 1.01),
+        (FOUR_STAGES | ORDERS["gpipe"], 16, 64, 2, 4),
+    ],
+)
+def test_memory_grows_with_microbatches_under_gpipe_alone(parallel, few, many, least, most):
+    steps = (compiled(parallel, microbatches)[1] for microbatches in (few, many))
+    first, second = (step.memory_analysis().temp_size_in_bytes for step in steps)
+    assert least * first <= second <= most * first
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["1f1b", "interleaved", "zero_bubble"])
 def test_flops_are_the_models_times_the_ticks(order):
     """No product is made twice, and a bubble costs its ticks alone."""
-    config, step = compiled({"pipe": 4, "fsdp": 1, **ORDERS[order]}, 16)
+    config, step = compiled(FOUR_STAGES | ORDERS[order], 16)
     counted = hlo.matrix_flops(hlo.parse(step.as_text())) * 4
     expected = sum(expected_flops(config, 16))
     assert expected <= counted <= 1.02 * expected
@@ -396,34 +362,6 @@ def in_branches(program: hlo.Program) -> hlo.Program:
                 pending += program.computations[name]
     computations = {name: program.computations[name] for name in names}
     return dataclasses.replace(program, computations=computations)
-
-
-@pytest.mark.parametrize("zero1", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_gradients_are_reduced_once(zero1):
-    """Over the replicas: one collective for every set of axes, outside of loops. Under ZeRO-1 what
-    the planner says: the gradients of layers in the last tick."""
-    parallel = {"pipe": 2, "data": 2, "fsdp": 1, "tensor": 2, "zero1": zero1}
-    config, step = compiled(parallel, 8)
-    sizes = {"pipe": 2, "data": 2, "fsdp": 1, "expert": 1, "context": 1, "tensor": 2}
-    actual = [
-        c
-        for c in hlo.collectives(hlo.parse(step.as_text()), sizes)
-        if "data" in c.axes and c.volume > 64 and c.kind != "all-gather"
-    ]
-    if zero1:
-        rows = traffic(workload(config, 8), parse_cluster("h100x8"))
-        sent = [r.volume for r in rows if (r.kind, r.axis) == ("reduce-scatter", "data")]
-        found = [row.volume for row in actual if row.kind == "reduce-scatter"]
-        assert (
-            sum(found) == sum(sent) > 0
-        )  # of two devices each sends the half that it does not keep
-    else:
-        assert actual and all(c.runs == c.instructions for c in actual)
-        assert {c.kind for c in actual} == {"all-reduce"}
-        # by sets of axes: what pipe and tensor shard, what one of them, what neither; the sums of
-        # losses and tokens go with one of these, or alone
-        assert len({c.axes for c in actual}) == len(actual)
-        assert sum(c.instructions for c in actual) <= len(actual) + 1
 
 
 def test_every_schedule_of_the_settings_has_a_table():

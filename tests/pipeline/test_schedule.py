@@ -113,12 +113,6 @@ def test_every_schedule_has_closed_forms():
     assert all(schedule(4, 2).name == name for name, schedule in SCHEDULES.items())
 
 
-def test_slots_of_1f1b_do_not_grow_with_microbatches():
-    assert [one_f_one_b(M, 4).slots for M in (8, 64, 512)] == [7, 7, 7]
-    assert [one_f_one_b(M, 4, 2).slots for M in (8, 64, 512)] == [11, 11, 11]
-    assert [gpipe(M, 4).slots for M in (8, 64, 512)] == [9, 65, 513]
-
-
 def test_bubble_counts_ticks_and_its_fraction_of_the_ideal():
     actual = bubble(one_f_one_b(8, 4, 2))
     assert actual.ticks == {"forward": 19, "backward": 19}
@@ -158,28 +152,15 @@ def test_1f1b_is_three_runs_for_any_number_of_microbatches(microbatches: int):
     assert runs(one_f_one_b(M, 1)) == [(0, M, ("forward", "backward", "head"))]
 
 
-def test_interleaved_is_three_runs_too():
-    """The head comes and goes; it counts as on from its first microbatch to its last."""
-    assert runs(one_f_one_b(8, 4, 2)) == [
-        (0, 7, ("forward",)),
-        (7, 19, ("forward", "backward", "head")),
-        (19, 26, ("backward",)),
-    ]
-
-
 def test_runs_of_the_other_schedules():
-    assert runs(gpipe(8, 4)) == [
-        (0, 11, ("forward",)),
-        (11, 19, ("backward", "head")),
-        (19, 22, ("backward",)),
-    ]
-    assert [on for _, _, on in runs(zero_bubble(8, 4))] == [
-        ("forward",),
-        ("forward", "backward", "head"),
-        ("forward", "backward", "weight", "head"),
-        ("backward", "weight"),
-    ]
-    assert runs(forward_only(8, 4)) == [(0, 3, ("forward",)), (3, 11, ("forward", "head"))]
+    """Interleaved, the head comes and goes: on from its first microbatch to its last."""
+    warm, steady, cold = ("forward",), ("forward", "backward", "head"), ("backward",)
+    assert runs(one_f_one_b(8, 4, 2)) == [(0, 7, warm), (7, 19, steady), (19, 26, cold)]
+    assert runs(gpipe(8, 4)) == [(0, 11, warm), (11, 19, ("backward", "head")), (19, 22, cold)]
+    kinds = [on for _, _, on in runs(zero_bubble(8, 4))]
+    every = ("forward", "backward", "weight", "head")
+    assert kinds == [warm, steady, every, ("backward", "weight")]
+    assert runs(forward_only(8, 4)) == [(0, 3, warm), (3, 11, ("forward", "head"))]
 
 
 @pytest.mark.parametrize("schedule", [gpipe, zero_bubble])
@@ -236,20 +217,13 @@ def head(tick: int, microbatch: int) -> np.ndarray:
     return changed
 
 
-# PLAIN: forward of m on stage s at tick s + m, backward at 4 - s + m; the head at 2 + m.
+# PLAIN: forward of m on stage s at tick s + m, backward at 4 - s + m; the head at 2 + m. What one
+# changed number of a lane does is tested below.
 VIOLATIONS = [
     # every unit once
-    (edited(PLAIN, ("forward", "microbatch", 1, 0, 0)), "tick 1, stage 0, forward of microbatch 0"),
-    (edited(PLAIN, ("forward", "microbatch", 1, 0, 4)), "tick 1.*microbatch 4.*of 4 microbatches"),
-    (edited(PLAIN, ("forward", "chunk", 1, 0, 1)), "tick 1.*chunk 1.*1 chunks"),
-    (edited(PLAIN, ("backward", "chunk", 4, 0, -1)), "tick 4, stage 0, backward of microbatch 0"),
     (
         edited(PLAIN, ("backward", "microbatch", 4, 0, -1), ("backward", "chunk", 4, 0, -1)),
         "backward never runs microbatch 0, chunk 0 on stage 0",
-    ),
-    (
-        edited(APART, ("weight", "microbatch", 5, 1, 0)),
-        "tick 5, stage 1, weight of microbatch 0.*ran at tick 4",
     ),
     (dataclasses.replace(PLAIN, stages=2), r"forward.microbatch is \(8, 3\), must be \(8, 2\)"),
     # in time
@@ -286,26 +260,8 @@ VIOLATIONS = [
     (moved(ALL, "forward", (3, 1), 4), "not on the next tick"),
     (LATE, "tick 3, stage 1, forward of an idle stage: overwrites the output of microbatch 0"),
     # the rings
-    (
-        edited(PLAIN, ("forward", "slot", 1, 0, int(PLAIN.forward.slot[0, 0]))),
-        "tick 1, stage 0, forward of microbatch 1.*overwrites microbatch 0",
-    ),
-    (
-        edited(PLAIN, ("forward", "slot", 4, 0, int(PLAIN.forward.slot[1, 0]))),
-        "tick 4, stage 0, forward of an idle stage.*overwrites microbatch 1",
-    ),
-    (edited(PLAIN, ("backward", "slot", 4, 0, 1)), "tick 4, stage 0.*finds microbatch 1.*slot 1"),
     (edited(PLAIN, ("backward", "slot", 2, 2, 4)), "tick 2, stage 2, backward.*finds nothing"),
     (dataclasses.replace(PLAIN, slots=4), "tick 4, stage 0, forward of an idle.*slot 4 of 4"),
-    (edited(PLAIN, ("forward", "slot", 0, 2, -1)), "tick 0, stage 2, .*idle stage: has slot -1"),
-    (edited(APART, ("weight", "slot", 5, 2, 4)), "tick 5, stage 2, weight.*finds nothing in slot"),
-    (
-        edited(
-            APART, ("backward", "deferred", 3, 2, int(APART.lanes()["backward"].deferred[2, 2]))
-        ),
-        "tick 3, stage 2, backward.*overwrites microbatch 0.*in deferred",
-    ),
-    (edited(APART, ("weight", "deferred", 4, 1, 2)), "tick 4, stage 1, weight.*in deferred 2"),
     (dataclasses.replace(APART, deferred=2), "deferred 2 of 2"),
 ]
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sharded_layers import drawn
 
 from maxmeg.config.mixers import Activation, QkNorm
 from maxmeg.config.model import ModelConfig, Norm
@@ -33,18 +34,9 @@ KINDS = {
 
 def layer(kind: str, recompute: str, length: int):
     """(unit, its parameters, input, given) of the first layer of a stack."""
-    config = with_fields(
-        ModelConfig(),
-        {
-            "vocab_size": 64,
-            "num_layers": 2,
-            "hidden_size": D,
-            "attention.num_heads": 4,
-            "recompute": recompute,
-            **KINDS[kind],
-        },
-    )
-    stack = LM(jax.random.key(0), config).stack
+    sizes = {"vocab_size": 64, "num_layers": 2, "hidden_size": D, "attention.num_heads": 4}
+    config = with_fields(ModelConfig(), sizes | {"recompute": recompute} | KINDS[kind])
+    stack = drawn(lambda key: LM(key, config).stack, 0.1)
     key = jax.random.key_data(jax.random.key(3))
 
     def unit(params, x_BLD, given):

@@ -15,6 +15,7 @@ from layouts import controls, mesh_of, tiny, tiny_abstract, tiny_batch
 from tables import thinned
 
 from maxmeg.config.data import Objective
+from maxmeg.config.schema import Optimizer
 from maxmeg.planning import absent, hlo
 from maxmeg.planning.compile import abstract_step, compile_report, missing_part
 from maxmeg.planning.cost.flops import training_flops
@@ -42,7 +43,6 @@ REPORT = Compiled(
     [
         ({}, {"fsdp": 8}),
         ({"micro_batch_size": 2}, {"data": 2, "fsdp": 2, "tensor": 2}),
-        ({"micro_batch_size": 1}, {"data": 2, "fsdp": 1, "tensor": 2}),
     ],
 )
 def test_abstract_arguments_are_those_of_a_run(train, parallel):
@@ -68,15 +68,16 @@ def test_packed_documents_are_an_argument_too():
 @pytest.mark.parametrize("objective", thinned([Objective.masked, Objective.gpt], 2))
 def test_flops_of_the_compiled_step_are_the_models(objective):
     """Masked tokens alone have logits: a row of 16 has at most 2, which are computed as 8."""
-    model = {"num_layers": 3, "recompute": "minimal", "vocab_size": 640}
+    model = {"num_layers": 2, "recompute": "minimal", "vocab_size": 640}
     model |= {"attention.causal": objective is Objective.gpt}
     train = {"micro_batch_size": 4, "loss_chunk": 32}
-    config = tiny(model, train, data=2, fsdp=1, tensor=2)
+    config = tiny(model, train, fsdp=1, tensor=2)
+    config.optim.optimizer = Optimizer.sgd  # whose update is the least to compile
     config.data.objective, config.data.paths = objective, ("sentences",)
     config.data.sentence_pairs = False
     step, arguments = abstract_step(config, mesh_of(config))
     compiled = step.trace(*arguments).lower().compile()
-    flops = 4 * hlo.matrix_flops(hlo.parse(compiled.as_text()))
+    flops = 2 * hlo.matrix_flops(hlo.parse(compiled.as_text()))
     size, length = config.train.global_batch_size, config.data.sequence_length
     assert config.data.max_targets == (length if objective is Objective.gpt else 8)
     how = {"tensor": 2, "causal": False, "max_targets": config.data.max_targets}

@@ -51,8 +51,6 @@ def config_of(
         (config_of("llama3-8b", 32, LONG, context=8), 79.46),
         (config_of("llama3-8b", 32, LONG, "full", context=8), 38.19),
         (config_of("llama3-8b", 32, LONG, QUERIES, context=8), 47.43),
-        (config_of("llama3-8b", 4, LONG, context=8), 15.93),
-        (config_of("llama3-8b", 4, LONG, "full", context=8), 10.96),
         (config_of("llama3-8b", 2, LONG, context=8, context_strategy="exchange"), 10.65),
         (config_of("llama3-8b", 4, 32768, "minimal", context=4, fsdp=2), 10.97),
         (config_of("llama3-8b", 4, 65536, context=4, tensor=2), 9.21),

@@ -22,40 +22,19 @@ from maxmeg.planning.show.text import plan_of
 
 COMPILED = 0.06  # of what XLA allocates
 GIB = 2**30
-MIXTRAL = {  # beside Llama 3 8B's settings
-    **{
-        "hidden_size": 4096,
-        "num_layers": 32,
-        "attention.num_heads": 32,
-        "attention.num_kv_heads": 8,
-    },
-    **{"mlp.ffn_size": 14336, "vocab_size": 32000, "max_position": 4096},
-    **{
-        "layers": "*(attention,moe)",
-        "moe.num_experts": 8,
-        "moe.top_k": 2,
-        "moe.backend": ExpertBackend.mosaic,
-    },
+SPARSE = {"layers": "*(attention,moe)", "moe.backend": ExpertBackend.mosaic}
+MIXTRAL = SPARSE | {
+    **{"hidden_size": 4096, "num_layers": 32, "mlp.ffn_size": 14336, "max_position": 4096},
+    **{"attention.num_heads": 32, "attention.num_kv_heads": 8, "vocab_size": 32000},
+    **{"moe.num_experts": 8, "moe.top_k": 2},
 }
-PADDED = {
-    "moe.capacity_factor": 1.25,
-    "moe.pad_to_capacity": True,
-    "moe.backend": ExpertBackend.auto,
-}
+PADDED = {"moe.capacity_factor": 1.25, "moe.pad_to_capacity": True}
+PADDED |= {"moe.backend": ExpertBackend.auto}
 BLOCKS = {"moe.backend": ExpertBackend.batched}
 DEEPSEEK = {
-    **{
-        "hidden_size": 7168,
-        "num_layers": 61,
-        "attention.num_heads": 128,
-        "attention.head_dim": 128,
-    },
-    **{
-        "mlp.ffn_size": 18432,
-        "vocab_size": 129280,
-        "max_position": 4096,
-        "layers": "3(mla,mlp) *(mla,moe)",
-    },
+    **{"hidden_size": 7168, "num_layers": 61, "layers": "3(mla,mlp) *(mla,moe)"},
+    **{"attention.num_heads": 128, "attention.head_dim": 128, "mlp.ffn_size": 18432},
+    **{"vocab_size": 129280, "max_position": 4096},
     **{"moe.num_experts": 256, "moe.top_k": 8, "moe.ffn_size": 2048},
     **{"moe.shared_ffn_size": 2048, "moe.score": RouterScore.sigmoid, "moe.bias_balancing": True},
     **{"mla.kv_rank": 512, "mla.query_rank": 1536, "mla.rotary_size": 64},
@@ -76,8 +55,9 @@ def of(model: dict, gpus: int, microbatches: int = 1, length: int = 4096, **para
 
 
 @pytest.mark.parametrize("kind", [ExpertExchange.all_to_all, ExpertExchange.ragged])
-@pytest.mark.parametrize("top_k", [1, 3, 8])
-@pytest.mark.parametrize(("devices", "local_experts"), [(2, 4), (8, 1), (4, 2), (3, 5)])
+@pytest.mark.parametrize(
+    ("top_k", "devices", "local_experts"), [(1, 2, 4), (3, 8, 1), (8, 4, 2), (3, 3, 5)]
+)
 def test_rows_are_those_that_the_layer_exchanges(monkeypatch, kind, top_k, devices, local_experts):
     monkeypatch.setattr(exchange.collectives, "axis_size", lambda axes: devices)
     for tokens in (1, 7, 64):
@@ -133,21 +113,15 @@ STAGES = {"pipe": 8, "tensor": 2, "expert": 64, "pad_layers": True}
 COMPILED_GIB = [
     (SMALL, 8, 1, 8192, {"expert": 8}, {"minimal": 9.40, "full": 6.25}),
     (SMALL, 8, 1, 8192, WHOLE, {"minimal": 6.02}),
-    (SMALL, 8, 1, 8192, {"expert": 4, "tensor": 2}, {"minimal": 6.79}),
     (FOUR, 8, 4, 8192, {"expert": 4, "pipe": 2}, {"minimal": 22.07, "full": 12.09}),
     (MIXTRAL, 64, 1, 4096, {"expert": 8, "fsdp": 8}, {"minimal": 35.88, "full": 8.55}),
     (SMALL | BLOCKS, 8, 1, 8192, {"expert": 8}, {"minimal": 10.83, "full": 7.69}),
-    (SMALL | BLOCKS, 8, 1, 8192, {"expert": 4, "tensor": 2}, {"minimal": 7.18}),
-    (SMALL | BLOCKS, 8, 1, 8192, GATHERED, {"minimal": 10.76}),
     (FOUR | BLOCKS, 8, 4, 8192, {"expert": 4, "pipe": 2}, {"minimal": 23.39, "full": 13.46}),
-    (MIXTRAL | BLOCKS, 64, 1, 4096, {"expert": 8, "fsdp": 8}, {"minimal": 36.83, "full": 9.20}),
-    (SMALL | PADDED, 8, 1, 8192, {"expert": 8}, {"minimal": 7.57, "full": 6.18}),
     (SMALL | PADDED, 8, 1, 8192, WHOLE, {"minimal": 4.55}),
     (SMALL | PADDED, 8, 1, 8192, {"expert": 4, "tensor": 2}, {"minimal": 4.96}),
     (SMALL | PADDED, 8, 1, 8192, GATHERED, {"minimal": 7.71, "full": 6.18}),
     (FOUR | PADDED, 8, 4, 8192, {"expert": 4, "pipe": 2}, {"minimal": 18.39, "full": 11.09}),
     (DEEPSEEK, 1024, 16, 4096, STAGES, {"full": 24.94}),
-    (DEEPSEEK | GROUPS, 1024, 16, 4096, STAGES, {"full": 27.00}),
     (DEEPSEEK | GROUPS, 1024, 16, 4096, STAGES | {"expert_tensor": 1}, {"full": 19.75}),
     (DEEPSEEK, 1024, 16, 4096, STAGES | {"expert_tensor": 1}, {"full": 18.51}),
 ]
@@ -227,9 +201,7 @@ def test_a_token_crosses_nodes_once_for_each():
 def test_inter_node_traffic_uses_one_adapter():
     config = of(MIXTRAL, 16, fsdp=1, expert=8, data=2)
     near = traffic(workload(config, 16), parse_cluster("h100x16"))
-    config = of(
-        MIXTRAL | {"layers": "*(attention,moe)", "moe.num_experts": 16}, 16, fsdp=1, expert=16
-    )
+    config = of(MIXTRAL | {"moe.num_experts": 16}, 16, fsdp=1, expert=16)
     far = traffic(workload(config, 16), parse_cluster("h100x16"))
     rates = []
     for rows in (near, far):

@@ -116,18 +116,7 @@ def subsets(names: list[str]) -> list[tuple[str, ...]]:
     return [axes for count in counts for axes in itertools.combinations(names, count)]
 
 
-def test_every_product_of_axes_that_jax_writes():
-    names = [axis for axis in AXES if SIZES[axis] > 1]
-
-    def step(x):
-        for axes in subsets(names):
-            x = jnp.sin(lax.psum(x, axes))
-        return x
-
-    assert {row[1] for row in found(local(step, (2, 8)))} == set(subsets(names))
-
-
-@pytest.mark.parametrize("sizes", [SIZES, BIG, {"pipe": 3, "data": 2, "fsdp": 5, "tensor": 4}])
+@pytest.mark.parametrize("sizes", [BIG, {"pipe": 3, "data": 2, "fsdp": 5, "tensor": 4}])
 def test_every_product_of_axes_in_every_form(sizes):
     shape = tuple(sizes.values())
     ids = np.arange(np.prod(shape)).reshape(shape)
@@ -153,21 +142,16 @@ def test_every_product_of_axes_in_every_form(sizes):
     ("groups", "axes"),
     [
         ("{}", ("pipe", "fsdp", "tensor")),
-        ("[4,2]<=[8]", ("tensor",)),
         ("[2,4]<=[2,2,2]T(2,1,0)", ("pipe", "fsdp")),
-        ("[1,8]<=[8]", ("pipe", "fsdp", "tensor")),
         ("{{0,1},{2,3},{4,5},{6,7}}", ("tensor",)),
-        ("{{0},{1},{2},{3},{4},{5},{6},{7}}", ()),
         ("mesh['a'=8] {'a':(4)2}", ("tensor",)),
         ("mesh['a'=2,'b'=4] {'a','b':(1)2}", ("pipe", "fsdp")),
         ("mesh['a'=4,'b'=2], device_ids=([4,2]<=[2,4]T(1,0)) {'b'}", ("pipe",)),
         ("mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}", ("pipe",)),
         ("mesh[a=8], device_ids=([8]0,4,1,5,2,6,3,7) {a:(4)2}", ("pipe",)),
-        ("{{0,1,2,3},{4,5,6,7}}", ("fsdp", "tensor")),
         ("{{0,3},{1,2},{4,7},{5,6}}", ("?",)),  # crosses two axes, but not all of both
         ("{{0,1},{2,3}}", ("?",)),  # not all devices
         ("{{0,1},{2,3},{4,5,6,7}}", ("?",)),
-        ("{{0,1},{2,3},{4,6},{5,7}}", ("?",)),
         ("[4,4]<=[16]", ("?",)),
         ("[3,2]<=[8]", ("?",)),
         ("mesh['a'=16] {'a'}", ("?",)),
@@ -297,6 +281,7 @@ ATTENTION = (
     'custom_call_target="__cudnn$fmhaSoftmax", '
     f'backend_config={{"cudnn_fmha_backend_config": {{{SCORES}, "mask_type": "MASK"}}}}'
 )
+CAUSAL = ATTENTION.replace("MASK", "CAUSAL")
 FUSION = "  %f = bf16[16,32]{1,0} fusion(%p, %q), kind=kCustom, calls=%gemm, backend_config={}"
 PRODUCT, SQUARE = 2 * 16 * 32 * 64, 2 * 16 * 512 * 512 * 128
 
@@ -307,12 +292,8 @@ PRODUCT, SQUARE = 2 * 16 * 32 * 64, 2 * 16 * 512 * 512 * 128
         (CUBLAS, PRODUCT, {"__cublas$lt$matmul": 6}),
         (FUSION, PRODUCT, {}),
         (ATTENTION, 2 * SQUARE, {"__cudnn$fmhaSoftmax": 6}),
-        (ATTENTION.replace("MASK", "CAUSAL"), SQUARE, {"__cudnn$fmhaSoftmax": 6}),
-        (
-            ATTENTION.replace("MASK", "CAUSAL").replace("Softmax", "SoftmaxBackward"),
-            2.5 * SQUARE,
-            {"__cudnn$fmhaSoftmaxBackward": 6},
-        ),
+        (CAUSAL, SQUARE, {"__cudnn$fmhaSoftmax": 6}),
+        (CAUSAL.replace("max", "maxBackward"), 2.5 * SQUARE, {"__cudnn$fmhaSoftmaxBackward": 6}),
     ],
 )
 def test_matrix_products_of_gpu_kernels(body, flops, kernels):

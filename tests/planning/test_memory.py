@@ -1,12 +1,10 @@
 """Bytes by formulas against the real model, its shardings, its residuals, and what compiled."""
 
 import dataclasses
-import functools
 import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from layouts import of, tiny
 from tables import thinned
@@ -43,7 +41,7 @@ DRAWN_COMPILED = 0.03  # of all that a step takes
 GIB, MIB = 2**30, 2**20
 
 
-@pytest.mark.parametrize("name", ["gpt2-124m", "gemma3-4b", "deepseek-v2-lite"])
+@pytest.mark.parametrize("name", ["gpt2-124m", "deepseek-v2-lite"])
 def test_kinds_add_up_to_the_model(name):
     """With tables that are padded; all architectures: see test_the_report_holds_together."""
     model = architecture(name)
@@ -73,8 +71,7 @@ def test_bytes_of_a_parameter_are_megatrons():
             memory[name] for name in ("master weights", "optimizer", "compute weights", "gradients")
         )
         whole = sum(shard.computed for shard in workload(config, 8 * replicas).shards)
-        theirs = megatrons_memory(config, replicas, 4)["each"]
-        assert own / whole == theirs == (6 + 12 / replicas if zero1 else 18)
+        assert own / whole == (6 + 12 / replicas if zero1 else 18)
 
 
 def test_float32_weights_are_the_masters_unless_gathered_or_fused():
@@ -122,23 +119,25 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("length", [256, 1024])
-@pytest.mark.parametrize("mode", POLICIES)
-@pytest.mark.parametrize("kind", thinned(KINDS, 5))
-def test_activations_are_what_backward_keeps(kind, mode, length):
-    """Counted on what jax.vjp of the stack keeps beside its parameters."""
+def config_of(kind: str, mode: str, length: int) -> Config:
+    """Two samples, width 64."""
+    sizes = {"vocab_size": 64, "hidden_size": 64, "attention.num_heads": 4, "recompute": mode}
     config = Config(train=TrainConfig(global_batch_size=2))
     config.data.sequence_length = length
-    config.model = with_fields(
-        ModelConfig(),
-        {
-            **KINDS[kind],
-            "vocab_size": 64,
-            "hidden_size": 64,
-            "attention.num_heads": 4,
-            "recompute": mode,
-        },
-    )
+    config.model = with_fields(ModelConfig(), {**KINDS[kind], **sizes})
+    return config
+
+
+# Every kind at both lengths: XLA's attention computes 1,024 queries in two blocks.
+MODES = "selective", "selective", "full", "full"
+ACTIVATIONS = [(kind, "minimal", (256, 1024)[i % 2]) for i, kind in enumerate(KINDS)]
+ACTIVATIONS += [(kind, MODES[i % 4], (1024, 256)[i % 2]) for i, kind in enumerate(KINDS)]
+
+
+@pytest.mark.parametrize(("kind", "mode", "length"), thinned(ACTIVATIONS, 2))
+def test_activations_are_what_backward_keeps(kind, mode, length):
+    """Counted on what jax.vjp of the stack keeps beside its parameters."""
+    config = config_of(kind, mode, length)
     config.model.dtype = DType.float32
     stack = jax.eval_shape(lambda: LM(jax.random.key(0), config.model)).stack
 
@@ -191,7 +190,7 @@ def test_deferred_is_what_was_traced_for_gpus(tensor, traced):
         assert unit_deferred(work, work.units[0]) == mib * MIB
 
 
-FULL = ("gpt", "llama", "experts", "norms after", "norms around", "norms of heads")
+FULL = ("llama", "experts", "norms around")
 
 
 @pytest.mark.parametrize(
@@ -201,18 +200,7 @@ FULL = ("gpt", "llama", "experts", "norms after", "norms around", "norms of head
 def test_deferred_is_what_the_weight_lane_keeps(kind, mode):
     """Counted on the divided backward of a real layer, on one device. Left out is XLA's attention
     made again for the weight lane alone, which keeps its weights."""
-    config = Config(train=TrainConfig(global_batch_size=2))
-    config.data.sequence_length = 256
-    config.model = with_fields(
-        ModelConfig(),
-        {
-            **KINDS[kind],
-            "vocab_size": 64,
-            "hidden_size": 64,
-            "attention.num_heads": 4,
-            "recompute": mode,
-        },
-    )
+    config = config_of(kind, mode, 256)
     stack = LM(jax.random.key(0), config.model).stack
     positions_BL = jnp.broadcast_to(jnp.arange(256), (2, 256))
 
@@ -225,15 +213,6 @@ def test_deferred_is_what_the_weight_lane_keeps(kind, mode):
     kept = sum(math.prod(a.shape) * a.dtype.itemsize for a in split.deferred)
     work = workload(config, 1)
     assert unit_deferred(work, work.units[0]) == pytest.approx(kept, rel=RESIDUALS)
-
-
-def test_activations_do_not_grow_with_microbatches_but_under_gpipe():
-    def at(schedule: str, microbatches: int) -> int:
-        parallel = {"pipe": 4, "tensor": 8, "schedule": Schedule(schedule)}
-        return activations(workload(of("22b", 32, 1, microbatches, **parallel), 32))
-
-    for schedule in SCHEDULES:
-        assert (at(schedule, 256) == at(schedule, 16)) == (schedule != "gpipe")
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4, 8])
@@ -266,9 +245,7 @@ COMPILED_GIB = [
     ("llama3-8b", 16, 1, 16, {"tensor": 8, "fsdp": 2}, (6.38, None, None)),
     ("llama3-8b", 16, 1, 8, {"pipe": 4, "tensor": 2, "data": 2, "fsdp": 1}, (27.40, None, None)),
     ("llama3-8b", 16, 1, 16, SIXTEEN, (24.30, None, 6.25)),
-    ("llama3-8b", 16, 2, 8, SIXTEEN, (45.02, None, None)),
     ("llama3-8b", 16, 1, 16, SIXTEEN | {"chunks": 2}, (19.77, 18.37, 5.47)),
-    ("llama3-8b", 16, 1, 16, SIXTEEN | {"chunks": 4}, (17.46, None, None)),
     ("llama3-8b", 16, 1, 16, SIXTEEN | GPIPE, (53.50, None, 9.19)),
     ("llama3-8b", 16, 1, 16, SIXTEEN | ZERO_BUBBLE, (35.04, None, None)),
     ("llama3-8b", 16, 1, 4, {"pipe": 2, "fsdp": 8}, (40.01, None, None)),
@@ -276,8 +253,6 @@ COMPILED_GIB = [
     ("175b", 1024, 1, 128, {"pipe": 16, "tensor": 8, "fsdp": 8}, (12.99, None, None)),
     ("22b", 32, 1, 32, {"pipe": 4, "tensor": 8}, (6.91, None, None)),
     ("22b", 32, 1, 32, {"pipe": 4, "tensor": 8} | ZERO_BUBBLE, (10.65, None, None)),
-    ("1.3b", 8, 2, 16, {"pipe": 4, "tensor": 2}, (4.66, None, None)),
-    ("345m", 4, 2, 16, {"pipe": 4}, (2.40, None, None)),
     ("345m", 4, 2, 16, {"pipe": 4, "chunks": 2}, (2.05, None, None)),
     ("345m", 4, 2, 8, {"pipe": 4}, (None, None, 0.87)),
 ]
@@ -289,25 +264,17 @@ PADDED_DATA = {"pipe": 8, "data": 2, "pad_layers": True}
 IN_CHUNKS = {"tensor": 4, "pipe": 4, "data": 8, "chunks": 2}
 DRAWN = [
     ("nemotron4-15b", 16, 1, 8, "minimal", {"fsdp": 16}, 38.05),  # its gradient of the output
-    ("llama3.2-1b", 16, 1, 32, "minimal", {"fsdp": 16}, 10.63),
     ("gpt3-1.3b", 4, 1, 8, "minimal", {"fsdp": 4}, 8.23),  # one chunk of the loss
     ("starcoder2-7b", 4, 2, 1, "minimal", {"fsdp": 4}, 69.78),  # float32 gradients of layers
-    ("starcoder2-15b", 8, 4, 2, "full", {"tensor": 2}, 46.34),
-    ("phi3-mini-4k", 2, 1, 1, "full", {"tensor": 2}, 28.99),
     ("olmo2-7b", 8, 2, 8, "minimal", {"tensor": 4}, 23.15),  # norms after sublayers
-    ("olmo2-13b", 64, 2, 4, "minimal", {"tensor": 2, "pipe": 4} | GPIPE, 29.80),
     ("olmo2-32b", 64, 1, 4, "full", {"fsdp": 64}, 14.84),
     ("gemma2-2b", 64, 1, 1, "selective", {"fsdp": 64}, 15.25),  # XLA's attention, two layers a unit
-    ("gemma2-9b", 128, 4, 1, "full", {"fsdp": 128}, 25.91),
     ("gemma2-9b", 64, 1, 8, "full", {"data": 4}, 14.60),  # keys and values in slices
     ("gemma2-2b", 4, 1, 8, "minimal", {"pipe": 4, "pad_layers": True} | ZERO_BUBBLE, 49.54),
     ("gemma3-1b", 4, 1, 2, "minimal", {"tensor": 4}, 7.60),  # a group without a loop
-    ("pythia-1b", 64, 4, 32, "minimal", {"tensor": 2, "pipe": 2} | ZERO_BUBBLE, 8.86),
     ("gpt3-760m", 16, 2, 2, "minimal", {"pipe": 2} | ZERO_BUBBLE, 11.02),  # ticks without a loop
-    ("minitron-4b", 2, 2, 1, "selective", {"pipe": 2} | GPIPE, 46.04),
     ("qwen3-32b", 16, 2, 16, "full", {"pipe": 2}, 57.07),
     ("deepseek-v2-lite", 128, 4, 4, "full", {"fsdp": 128}, 13.05),
-    ("mixtral-8x7b", 32, 1, 1, "full", {"fsdp": 32}, 34.66),
     ("moonlight-16b-a3b", 32, 1, 2, "full", {"expert": 4}, 15.53),  # ticks one after the other
     ("glm4.5-air", 128, 1, 2, "full", {"tensor": 8}, 20.13),
     ("moonlight-16b-a3b", 128, 1, 16, "full", SPLIT_EXPERTS | {"pipe": 8}, 81.24),
@@ -317,11 +284,7 @@ DRAWN = [
     ("llama3-8b", 8, 1, 4, "minimal", {"data": 2, "tensor": 2}, 36.57),
     ("qwen3-8b", 32, 1, 2, "selective", {"data": 2, "tensor": 8}, 9.28),  # two ticks
     ("gpt-neox-20b", 16, 1, 2, "selective", {"data": 4}, 56.41),  # the first's last gradients
-    ("olmo2-7b", 128, 1, 2, "minimal", {"data": 4}, 17.82),
-    ("olmo2-1b", 8, 2, 2, "selective", {"data": 4}, 15.04),
     ("gpt2-1.5b", 8, 1, 1, "minimal", {"data": 8}, 7.65),
-    ("gpt2-1.5b", 8, 1, 4, "minimal", {"data": 8}, 12.91),
-    ("olmo2-32b", 128, 1, 1, "minimal", {"data": 16, "tensor": 8}, 16.60),
     ("qwen3-30b-a3b", 64, 1, 4, "full", {"data": 2, "expert": 8}, 18.65),
     ("llama3-8b", 16, 1, 8, "minimal", {"pipe": 4, "tensor": 2, "data": 2}, 33.01),
     ("gemma3-1b", 64, 2, 4, "full", {"fsdp": 64}, 9.80),  # six layers a unit
@@ -330,7 +293,6 @@ DRAWN = [
     ("gemma3-1b", 2, 1, 16, "selective", {"data": 2}, 21.70),  # a tiled loss
     ("qwen2.5-1.5b", 4, 4, 8, "full", {"fsdp": 4}, 13.09),  # the same on one node
     ("olmo2-13b", 64, 1, 4, "selective", {"fsdp": 64}, 25.33),  # gaps between buffers
-    ("phi3-medium-4k", 64, 1, 1, "selective", {"pipe": 2} | ZERO_BUBBLE, 34.47),
     ("mistral-7b-v0.1", 8, 1, 1, "minimal", {"pipe": 2, "data": 2} | ZERO_BUBBLE, 53.88),
     ("deepseek-v2-lite", 8, 1, 1, "full", {"pipe": 4, "pad_layers": True} | ZERO_BUBBLE, 52.11),
     ("gpt2-1.5b", 4, 4, 1, "full", {"pipe": 2} | ZERO_BUBBLE, 16.13),  # peak in the weight lane
@@ -340,7 +302,6 @@ DRAWN = [
     ("qwen3-1.7b", 4, 2, 2, "full", {"pipe": 4} | ZERO_BUBBLE, 32.89),  # norms of heads
     ("nemotron4-15b", 64, 1, 2, "minimal", {"pipe": 8, "data": 4} | ZERO_BUBBLE, 19.70),
     ("gpt-oss-20b", 16, 2, 4, "minimal", PADDED_DATA | GPIPE, 70.81),  # scattered in a branch
-    ("gpt-oss-20b", 128, 4, 32, "full", PADDED_DATA | {"data": 8}, 31.43),
     ("qwen3-30b-a3b", 32, 1, 32, "full", {"pipe": 8, "expert": 4} | GPIPE, 28.34),
     ("qwen1.5-moe-a2.7b", 32, 1, 4, "full", {"pipe": 4, "tensor": 8}, 9.23),
 ]
@@ -389,62 +350,3 @@ def test_padded_places_are_held():
 def test_a_model_without_a_vocabulary_is_an_error():
     with pytest.raises(ValueError, match=r"model\.vocab_size=0"):
         workload(Config(), 1)
-
-
-def megatrons_memory(config: Config, replicas: int, microbatches: int) -> dict[str, float]:
-    """Megatron-LM's theoretical memory report for a dense GPT (sequence parallelism, selective
-    recomputation; Korthikanti et al. 2022, Table 2), on its most loaded device.
-
-    each: bytes per parameter. parameters: number of parameters without positions and the biases of
-    projections. weights: bytes of weights, gradients and optimizer. kept: bytes of activations.
-    """
-    model, parallel = config.model, config.parallel
-    h, n, f = model.hidden_size, model.num_layers, model.ffn
-    norms = 1 if model.norm is Norm.rmsnorm else 2
-    projected = model.attention.num_heads * model.head_size / h
-    attention = 2 * h * h * (1 + model.kv_heads / model.attention.num_heads) * projected
-    mlp = 2 * h * (f * (1.5 if model.gated else 1) + norms)
-    block = n * (attention + mlp) + norms * h
-    table = h * model.padded_vocab_size(parallel.tensor)
-    p, t, v = parallel.pipe, parallel.tensor, parallel.chunks
-    shard = (block / p + table) / t + (table / t if p == 1 and not model.tied else 0)
-    sb = config.data.sequence_length * config.train.micro_batch_size
-    kept = sb * h * (18 + 4 * f / h) * n + 8 * sb * p + sb * h * p
-    if v > 1:
-        kept *= 1 + (p - 1) / (p * v)
-    elif p > 1:
-        kept *= min(1, microbatches / p)
-    else:
-        kept += 4 * sb * h * (1 + table / h / h)
-    total = block + table * (1 if model.tied else 2)
-    each = 6 + 12 / replicas if parallel.zero1 else 18
-    return {"each": each, "parameters": total, "weights": shard * each, "kept": kept / t}
-
-
-def test_megatrons_total_is_ours_where_it_counts_everything():
-    """It leaves out learned positions and the biases of projections; Llama has neither."""
-    config = of("llama3-8b", 8, 1, 1, data=8, fsdp=1)
-    counted = sum(parameter_counts(config.model).values())
-    assert megatrons_memory(config, 8, 1)["parameters"] == counted
-    gpt = of("175b", 8, 1, 1, data=8, fsdp=1)
-    h, layers = gpt.model.hidden_size, gpt.model.num_layers
-    left_out = gpt.model.max_position * h + layers * (3 * h + h + 4 * h + h)
-    counted = sum(parameter_counts(gpt.model).values())
-    assert megatrons_memory(gpt, 8, 1)["parameters"] == counted - left_out
-
-
-@pytest.mark.parametrize(
-    ("name", "sizes", "weights", "kept"),
-    [
-        ("345m", {"data": 8}, 2529.16, 1017.51),
-        ("175b", {"tensor": 8, "pipe": 16, "data": 8}, None, 615.00),
-        ("llama3-8b", {"data": 8}, 57436.90, None),
-    ],
-)
-def test_megatrons_own_numbers(name, sizes, weights, kept):
-    """MiB that the running program reported, one microbatch."""
-    gpus = int(np.prod(list(sizes.values())))
-    found = megatrons_memory(of(name, gpus, 1, 1, fsdp=1, **sizes), sizes["data"], 1)
-    close = functools.partial(pytest.approx, abs=0.006)
-    assert weights is None or found["weights"] / 2**20 == close(weights)
-    assert kept is None or found["kept"] / 2**20 == close(kept)

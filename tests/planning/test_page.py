@@ -119,6 +119,7 @@ def test_page_has_every_part():
 
 
 def test_page_fetches_nothing():
+    """Elements that fetch are refused in Page."""
     html = plan_html(PLAN)
     assert re.findall(r"https?://[^\"' <]+", html) == ["http://www.w3.org/2000/svg"]
     assert "@import" not in html and "url(" not in html

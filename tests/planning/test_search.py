@@ -38,7 +38,7 @@ def of(name: str, batch: int) -> Config:
 CASES = [
     ("345m", 32, "h100x1"),
     ("1.3b", 64, "a100x6"),
-    ("llama3-8b", 128, "h100x16"),
+    ("llama3-8b", 16, "h100x4"),
     pytest.param("22b", 512, "a100x64", marks=pytest.mark.slow),
 ]
 of_search = functools.cache(lambda *case: search(of(*case[:2]), parse_cluster(case[2])))
@@ -62,11 +62,16 @@ def test_found_layouts_are_valid_fit_and_are_ranked(name, batch, hardware):
             assert value == getattr(chosen, "value", chosen)
 
 
+def test_an_eight_billion_model_shards_its_parameters():
+    best = of_search("llama3-8b", 16, "h100x4")[0].config.parallel
+    assert best.pipe == best.tensor == 1 and best.fsdp > 1
+
+
 def test_no_more_is_recomputed_than_must_be():
-    cluster = parse_cluster("h100x16")
+    cluster = parse_cluster("h100x4")
     modes = list(POLICIES)
     seen = set()
-    for candidate in of_search("llama3-8b", 128, "h100x16"):
+    for candidate in of_search("llama3-8b", 16, "h100x4"):
         mode = candidate.config.model.recompute
         seen.add(mode)
         for less in modes[: modes.index(mode)]:
@@ -87,19 +92,13 @@ def test_a_large_model_uses_the_pipe():
     assert {candidate.config.parallel.chunks for candidate in found} >= {1, 2, 3, 6}
 
 
-@pytest.mark.slow
-def test_an_eight_billion_model_shards_its_parameters():
-    best = search(of("llama3-8b", 512), parse_cluster("h100x64"))[0].config.parallel
-    assert best.pipe == best.tensor == 1 and best.fsdp > 1
-
-
 def test_settings_of_the_search_replace_those_of_the_config():
     config = of("345m", 32)
     config.parallel.chunk_layers, config.parallel.pipe = (10, 14), 2
     config.parallel.last_stage_layers = 3
-    found = search(config, parse_cluster("h100x4"))
+    found = search(config, parse_cluster("h100x2"))
     assert config.parallel.chunk_layers == (10, 14)  # not changed
-    assert {candidate.config.parallel.pipe for candidate in found} == {1, 2, 4}
+    assert {candidate.config.parallel.pipe for candidate in found} == {1, 2}
     assert all(candidate.config.parallel.chunk_layers == () for candidate in found)
 
 
@@ -116,9 +115,9 @@ def test_tensor_may_exceed_the_key_value_heads():
     assert found == {1, 2, 4, 8}  # it has 4 of them
 
 
-@pytest.mark.parametrize("number", [1, 2, 9, 12, 97, 1024])
-def test_divisors_are_listed(number):
-    assert divisors(number) == [d for d in range(1, number + 1) if number % d == 0]
+def test_divisors_are_listed():
+    for number in (1, 9, 12, 97):
+        assert divisors(number) == [d for d in range(1, number + 1) if number % d == 0]
 
 
 def test_chunks_need_microbatches_in_rounds():
@@ -145,9 +144,9 @@ def test_a_model_that_cannot_fit_reports_the_excess_and_the_gpus_needed():
 
 def test_a_model_that_fits_no_number_of_gpus_is_reported():
     config = of("22b", 1)
-    config.data.sequence_length = config.model.max_position = 2**24 - 1  # context needs an even one
+    config.data.sequence_length = config.model.max_position = 2**21 - 1  # context needs an even one
     with pytest.raises(ValueError, match=r"nor does it on up to \d+ with this batch"):
-        search(config, parse_cluster("h100x8"))
+        search(config, parse_cluster("h100x1"))
 
 
 def test_a_batch_that_no_layout_divides_says_so():

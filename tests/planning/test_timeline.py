@@ -20,7 +20,6 @@ TABLES = [
     gpipe(8, 4),
     forward_only(8, 4, 2),
     one_f_one_b(2, 1),
-    one_f_one_b(128, 16),
 ]
 EVERY = pytest.mark.parametrize("table", TABLES, ids=title)
 
@@ -80,7 +79,7 @@ def test_numbers_are_those_of_microbatches():
 
 
 def test_ticks_that_cannot_be_seen_are_left_out_and_counted():
-    table = one_f_one_b(1024, 32)
+    table = one_f_one_b(512, 32)
     picture = timeline_svg(table)
     (hidden,) = re.findall(r"(\d+) ticks more", picture)
     with_backward = {left for left, *_ in boxes(table)[COLOURS["backward"][0]]}
@@ -89,16 +88,12 @@ def test_ticks_that_cannot_be_seen_are_left_out_and_counted():
     assert "ticks more" not in timeline_svg(one_f_one_b(128, 16))
 
 
-def test_the_picture_is_alone():
-    for table in TABLES:
-        picture = timeline_svg(table)
-        assert "href" not in picture and "url(" not in picture and "@import" not in picture
-        assert picture.count("http") == 1  # the namespace
-
-
-def test_names_are_escaped():
+def test_names_are_escaped_and_the_picture_is_alone():
     table = dataclasses.replace(one_f_one_b(2, 2), name='<b>&"')
-    root = ElementTree.fromstring(timeline_svg(table))
+    picture = timeline_svg(table)
+    assert "href" not in picture and "url(" not in picture and "@import" not in picture
+    assert picture.count("http") == 1  # the namespace
+    root = ElementTree.fromstring(picture)
     assert root.find(f"{SVG}title").text.startswith('<b>&"')  # type: ignore
 
 

@@ -31,7 +31,7 @@ TOLERANCE = 1e-5  # of log-probabilities
 NEW, WHOLE, TRAINING = 12, 24, 32  # tokens; documents of the training split
 LETTERS = Encoder(embed, "letters")
 MODEL = {
-    **{"layers": retro_layers((1, 2), 2), "num_layers": 6, "position": Position.learned},
+    **{"layers": retro_layers((1,), 1, 1), "num_layers": 4, "position": Position.learned},
     **{"retro.chunk_length": CHUNK, "retro.neighbour_length": LENGTH, "vocab_size": 257},
     **{"max_position": WHOLE, "init_std": 0.3},
 }
@@ -54,6 +54,12 @@ def trained(data, **parallel: int) -> Trained:
 @pytest.fixture(scope="module")
 def model(data):
     return trained(data)
+
+
+@pytest.fixture(scope="module")
+def generator(model):
+    """Batches of two texts; a stream is a batch of one."""
+    return Generator(model, open_search(model.config, LETTERS), batch=2)
 
 
 @pytest.fixture(scope="module")
@@ -81,16 +87,18 @@ def logits(model, batch):
     return model.logits(model.hidden(batch["tokens"], ctx)[0])
 
 
-def test_tokens_are_the_likeliest_of_forward_passes_over_samples(model, prompts, data, tmp_path):
+def test_tokens_are_the_likeliest_of_forward_passes_over_samples(
+    model, generator, prompts, data, tmp_path, monkeypatch
+):
     """Two batches; a chunk's neighbours are looked up once it is whole."""
-    search, found = open_search(model.config, LETTERS), {}
+    search, found = generator.search, {}
 
     def recorded(ids):
         near = search(ids)
         found.update(zip(map(bytes, ids), zip(*near, strict=True), strict=True))
         return near
 
-    generator = Generator(model, recorded, batch=2)
+    monkeypatch.setattr(generator, "search", recorded)
     replies = generator.generate(prompts, Request(NEW, GREEDY))
     texts = [np.array([*reply.prompt, *reply.tokens], np.int32) for reply in replies]
     batch = samples(data, texts, tmp_path).batch(np.arange(len(texts)))
@@ -106,13 +114,12 @@ def test_tokens_are_the_likeliest_of_forward_passes_over_samples(model, prompts,
     for chunk, near, segments in zip(*rows, strict=True):
         if known := found.get(bytes(chunk)):
             assert (known[0] == near).all() and (known[1] == (segments > 0)).all()
-    generator.search = None
+    monkeypatch.setattr(generator, "search", None)
     without = generator.generate(prompts, Request(NEW, GREEDY))
     assert all(a.tokens != b.tokens for a, b in zip(without, replies, strict=True))
 
 
-def test_pieces_join_to_the_reply_and_end_as_asked(model, prompts):
-    generator = Generator(model, open_search(model.config, LETTERS), batch=1)
+def test_pieces_join_to_the_reply_and_end_as_asked(generator, prompts):
     request = Request(NEW, SAMPLED)
     reply, other = generator.generate([prompts[0]] * 2, request, seed=3)
     assert "".join(generator.stream(prompts[0], request, 3)) == reply.text
@@ -122,8 +129,7 @@ def test_pieces_join_to_the_reply_and_end_as_asked(model, prompts):
     assert ended.reason == "stop" and ended.tokens == reply.tokens[: reply.tokens.index(end)]
 
 
-def test_what_is_refused(model, prompts, data):
-    generator = Generator(model, None, batch=1)
+def test_what_is_refused(model, generator, prompts, data):
     for prompt, request, message in (
         (prompts[0], Request(16, GREEDY), "at most 15 tokens"),
         (prompts[0][:0], Request(1, GREEDY), "prompt is empty"),

@@ -8,6 +8,8 @@ import pytest
 from maxmeg.retrieval import index as index_module
 from maxmeg.retrieval.index import DESCRIPTION, VECTORS, Index
 
+TOLERANCE = 1e-5  # of float32 sums of 24 products, which are below 20
+
 
 @pytest.fixture
 def small_blocks(monkeypatch) -> None:
@@ -54,14 +56,11 @@ def test_search_equals_brute_force_with_ties_and_excluded_rows(tmp_path, small_b
 def test_search_of_real_numbers_equals_brute_force(tmp_path):
     random = np.random.default_rng(0)
     vectors, queries = (random.standard_normal((n, 24)).astype(np.float32) for n in (700, 9))
-    vectors[650] = vectors[3]  # equal scores in rows that are far apart
     index = Index.create(tmp_path, [vectors], "e", "c")
     scores, rows = index.search(queries, 700)
     exact = queries.astype(np.float64) @ vectors.T.astype(np.float64)
-    np.testing.assert_allclose(scores, np.take_along_axis(exact, rows, 1), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(scores, np.take_along_axis(exact, rows, 1), rtol=0, atol=TOLERANCE)
     assert (np.sort(rows) == np.arange(700)).all() and (np.diff(scores) <= 0).all()
-    where = [row.tolist().index for row in rows]
-    assert all(at(650) == at(3) + 1 for at in where)
 
 
 def test_another_encoder_or_corpus_is_refused(tmp_path):

@@ -58,24 +58,15 @@ def test_loads_are_means_over_the_steps_since_the_last_ones(tmp_path):
 
 def test_a_run_whose_router_chooses_nothing_says_so(caplog):
     for even in (False, True):
-        model = with_fields(
-            ModelConfig(),
-            {"layers": "*(attention,moe)", "moe.num_experts": EXPERTS, "moe.force_balance": even},
-        )
+        fields = {"layers": "*(attention,moe)", "moe.num_experts": EXPERTS}
+        model = with_fields(ModelConfig(), fields | {"moe.force_balance": even})
         ExpertLoad(model, num_steps=1, every=1, path="experts.json")
         assert ("its weights are useless" in caplog.text) == even
 
 
 def test_an_mtp_layer_reports_loads():
-    model = with_fields(
-        ModelConfig(),
-        {
-            "num_layers": 1,
-            "layers": "*(attention,moe)",
-            "moe.num_experts": EXPERTS,
-            "mtp.num_layers": 1,
-        },
-    )
+    fields = {"num_layers": 1, "layers": "*(attention,moe)", "mtp.num_layers": 1}
+    model = with_fields(ModelConfig(), fields | {"moe.num_experts": EXPERTS})
     values = metrics()
     ExpertLoad(model, num_steps=1, every=1).hook().call(1, values)
     assert values["expert_load_max/layer_mtp_0"] == 4 and "expert_load_max/layer_0" in values

@@ -14,9 +14,11 @@ from maxmeg.runtime.faults import lock
 from maxmeg.runtime.faults.lock import lock_folder
 
 HOLD = """
-import sys, time
-from maxmeg.runtime.faults.lock import lock_folder
-with lock_folder(sys.argv[1]):
+import fcntl, json, os, socket, sys, time
+with open(sys.argv[1] + "/lock", "w") as file:
+    fcntl.flock(file, fcntl.LOCK_EX)
+    json.dump({"host": socket.gethostname(), "process": os.getpid(), "since": 0.0}, file)
+    file.flush()
     print("held", flush=True)
     time.sleep(600)
 """
@@ -29,9 +31,8 @@ def write_lock(folder, host: str, process: int, age: float = 0.0) -> None:
 
 
 def test_a_second_run_is_refused_until_the_first_has_ended(tmp_path, caplog):
-    host, environment = socket.gethostname(), os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", HOLD, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as child:
+    host, command = socket.gethostname(), [sys.executable, "-S", "-c", HOLD, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
         try:
             assert child.stdout and child.stdout.readline() == b"held\n"
             with (

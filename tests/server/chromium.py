@@ -1,6 +1,5 @@
 """Headless Chromium, driven by its DevTools protocol over two pipes: no driver is needed."""
 
-import base64
 import fcntl
 import json
 import os
@@ -133,6 +132,3 @@ class Browser:
         )  # fmt: skip
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
-
-    def screenshot(self, path: Path) -> None:
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))

@@ -175,15 +175,6 @@ def test_errors_are_shown_in_plain_words(page, api, asked, shown, answer):
     assert roles == ["user", "assistant"] * (2 if answer else 1) + ["user"]
 
 
-def test_a_server_that_is_gone_is_an_error(page, api):
-    api.shutdown()
-    api.server_close()
-    assert ask(page, "one") == ""
-    shown = page.evaluate("document.querySelector('.error').textContent")
-    assert shown == "The server does not answer. Is it running?"
-    page.events.clear()
-
-
 def test_html_in_an_answer_stays_text(page):
     assert ask(page, "markup") == MARKUP
     start(page, MARKUP)

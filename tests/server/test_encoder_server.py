@@ -3,7 +3,8 @@
 import numpy as np
 import openai
 import pytest
-from tiny_servers import make_run, serving
+from threaded import serving_here
+from tiny_servers import make_run
 
 import maxmeg
 from maxmeg import serve
@@ -37,7 +38,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(run):
-    with serving(run, "--max_prompt=49", key="a key", sizes=()) as started:
+    with serving_here(run, "--max_prompt=49", key="a key", sizes=()) as started:
         yield started
 
 
@@ -92,7 +93,7 @@ def test_queries_have_an_encoder_of_their_own(tmp_path):
     model = maxmeg.load(run)
     vectors = {"document": model.embed(texts), "query": model.embed(texts, queries=True)}
     assert np.abs(vectors["query"] - vectors["document"]).max() > 0.1
-    with serving(run, sizes=()) as server:
+    with serving_here(run, sizes=()) as server:
         for kind, wanted in vectors.items():
             answer = server.ask("/v1/embeddings", {"input": texts, "input_type": kind})
             found = [each["embedding"] for each in answer.json["data"]]

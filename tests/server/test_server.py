@@ -1,5 +1,6 @@
-"""A server process, asked over its socket by OpenAI's client: one for most tests of this file."""
+"""A server, asked over its socket by OpenAI's client: one for all tests of this file."""
 
+import itertools
 import json
 import time
 from pathlib import Path
@@ -7,12 +8,14 @@ from pathlib import Path
 import openai
 import pytest
 from lora_runs import write_lora_run
-from tiny_servers import LENGTH, SPECIAL, make_run, serving
+from threaded import serving_here
+from tiny_servers import ENDLESS, LENGTH, SPECIAL, make_run
 
 from maxmeg import serve
 from maxmeg.__main__ import main
 from maxmeg.config import files
 from maxmeg.config.options import Serve
+from maxmeg.inference.engine import Engine
 from maxmeg.inference.sampling import Sampling
 
 KEY = "a key"
@@ -59,7 +62,7 @@ def adapters(run) -> str:
 @pytest.fixture(scope="module")
 def server(run, log, adapters):
     flags = (f"--log={log}", "--max_body_mb=0.1", "--max_grammar=2000", "--max_queue=28", adapters)
-    with serving(run, *flags, key=KEY) as started:
+    with serving_here(run, *flags, key=KEY) as started:
         yield started
 
 
@@ -104,6 +107,12 @@ def test_prompts_are_text_or_ids_alone_or_several(client, server):
     assert both.choices[0].text == texts[0] and len(both.choices) == 2
 
 
+def test_events_of_a_stream_are_lines_of_data(server):
+    events = server.ask("/v1/completions", {"prompt": "a", "stream": True}).text.split("\n\n")
+    assert all(event.startswith("data: {") for event in events[:-2]) and len(events) > 3
+    assert events[-2:] == ["data: [DONE]", ""]
+
+
 def test_an_end_token_is_one_of_many_on_request(server):
     body = {"prompt": "a", "max_tokens": 8, "logit_bias": dict.fromkeys(("257", "258"), 100)}
     found = [server.ask("/v1/completions", body | {"ignore_eos": on}).json for on in (False, True)]
@@ -141,6 +150,7 @@ def test_chats(client):
         assert entry.bytes is None or bytes(entry.bytes).decode() == entry.token
     options = {"stream": True, "stream_options": {"include_usage": True}}
     *chunks, last = client.chat.completions.create(**request, **options)
+    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
     assert chunks[0].choices[0].delta.role == "assistant"
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     assert text == reply.choices[0].message.content
@@ -166,21 +176,29 @@ def test_a_request_chooses_the_model_or_an_adapter(client, run):
         serve.main(Serve(run_dir=str(run), adapters=(f"tiny={run}",)))
 
 
-def test_tools_that_are_required_are_called(client):
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ("required", {"weather", "time"}),
+        ({"type": "function", "function": {"name": "time"}}, {"time"}),
+    ],
+)
+def test_tools_that_are_required_are_called(client, choice, names):
     request = {"model": NAME, "messages": CHAT, "tools": TOOLS, "seed": 5}
-    for choice in ("required", {"type": "function", "function": {"name": "time"}}):
-        settings = {"tool_choice": choice, "parallel_tool_calls": False}
-        reply = client.chat.completions.create(**request, **settings).choices[0]
-        assert reply.finish_reason == "tool_calls" and not reply.message.content
-        (call,) = reply.message.tool_calls
-        assert call.function.name in ("weather", "time")[choice != "required" :]
-        assert [*json.loads(call.function.arguments)] == ["city"]
-        chunks = [*client.chat.completions.create(**request, **settings, stream=True)]
-        (streamed,) = [c for chunk in chunks for c in chunk.choices[0].delta.tool_calls or ()]
-        assert streamed.function.arguments == call.function.arguments
+    request |= {"tool_choice": choice, "parallel_tool_calls": False}
+    reply = client.chat.completions.create(**request).choices[0]
+    assert reply.finish_reason == "tool_calls" and not reply.message.content
+    (call,) = reply.message.tool_calls
+    assert call.function.name in names
+    assert [*json.loads(call.function.arguments)] == ["city"]
+    chunks = [*client.chat.completions.create(**request, stream=True)]
+    (streamed,) = [c for chunk in chunks for c in chunk.choices[0].delta.tool_calls or ()]
+    assert streamed.function.arguments == call.function.arguments
+    if choice != "required":
+        return
     history = [*CHAT, reply.message, {"role": "tool", "tool_call_id": call.id, "content": "7"}]
-    request |= {"messages": history, "tool_choice": "auto"}
-    assert client.chat.completions.create(**request, max_tokens=3).choices[0].message.content
+    request |= {"messages": history, "tool_choice": "auto", "max_tokens": 3}
+    assert client.chat.completions.create(**request).choices[0].message.content
 
 
 def test_replies_follow_a_schema_a_regex_and_a_grammar(client):
@@ -205,8 +223,8 @@ def test_replies_follow_a_schema_a_regex_and_a_grammar(client):
 
 
 CANCELLED = 'request_success_total{finished_reason="cancelled"}'
-# It goes on for 30 tokens, which have too many meanings.
-AMBIGUOUS = f"start: {'s ' * 30}\ns: " + " | ".join("s " * n for n in range(2, 40)) + ' | "a"'
+# After 16 tokens it has more meanings than llguidance follows.
+AMBIGUOUS = f"start: {'s ' * 12}\ns: " + " | ".join("s " * n for n in range(2, 20)) + ' | "a"'
 BAD = [
     ({"prompt": "a", "best_of": 2}, 400, "best_of", "Extra inputs"),
     ({"prompt": "a", "suffix": "b"}, 400, "suffix", "Extra inputs"),
@@ -224,7 +242,7 @@ BAD = [
     ({"prompt": "a", "regex": "a", "grammar": "b"}, 400, None, "one of"),
     ({"prompt": "a", "regex": "a", "ignore_eos": True}, 400, "ignore_eos", "a grammar decides"),
     (
-        {"prompt": "a", "grammar": AMBIGUOUS, "max_tokens": 50},
+        {"prompt": "a", "grammar": AMBIGUOUS, "max_tokens": 50, "logit_bias": ENDLESS},
         400,
         None,
         "the grammar cannot be followed",
@@ -264,8 +282,7 @@ def test_replies_of_clients_that_have_gone_end(server):
     """Of two clients, one reads a stream; while they wait, a third finds the queue full. The server
     notices that they have gone one after the other."""
     before = server.metrics().get(CANCELLED, 0)
-    endless = {str(i): -100 for i in (256, 257, 258)}
-    body = {"prompt": "a", "max_tokens": LENGTH - 9, "n": 16, "logit_bias": endless}
+    body = {"prompt": "a", "max_tokens": LENGTH - 9, "n": 16, "logit_bias": ENDLESS}
     connections = [server.start("/v1/completions", body | {"stream": s}) for s in (False, True)]
     wait_until(lambda: server.metrics()["num_requests_waiting"] == 28)
     assert server.metrics()["num_requests_running"] == 4
@@ -280,16 +297,44 @@ def test_replies_of_clients_that_have_gone_end(server):
     assert now["kv_cache_usage_perc"] == now["compiles_after_warm_up"] == 0
 
 
-def test_a_server_drains_and_its_log_is_replayed(server, client, log, capsys):
-    """The last test of this server."""
-    request = {"model": NAME, "prompt": "a", "max_tokens": 400, "seed": 6, "stream": True}
+def test_an_error_of_the_device_ends_its_requests_alone(server, client, monkeypatch):
+    programs = server.worker.engine.programs
+    decode, steps = programs.decode, itertools.count(1)
+
+    def broken(rows):
+        if next(steps) in (10, 15):
+            programs.cache = None  # donated to the step that failed
+            raise RuntimeError("the device is gone")
+        return decode(rows)
+
+    monkeypatch.setattr(programs, "decode", broken)
+    body = {"prompt": "a", "max_tokens": 30, "seed": 1, "logit_bias": ENDLESS}
+    failed = server.ask("/v1/completions", body)
+    assert failed.status == 500 and failed.json["error"]["type"] == "server_error"
+    with pytest.raises(openai.APIError, match="engine failed"):
+        [*client.completions.create(**body, model=NAME, stream=True)]
+    first, second = (server.ask("/v1/completions", body) for _ in range(2))
+    assert first.status == 200 and first.json["choices"] == second.json["choices"]
+    assert server.metrics()["kv_cache_usage_perc"] == 0
+
+
+def test_a_server_drains_and_its_log_is_replayed(server, client, run, log, capsys, monkeypatch):
+    """The last test of this server. Its engine, which is idle by then, repeats the requests."""
+    request = {"model": NAME, "prompt": "a", "max_tokens": 120, "seed": 6, "stream": True}
     stream = client.completions.create(**request, logit_bias={"258": -100})
     first = next(stream)
-    server.process.terminate()
+    server.terminate()
     rest = [chunk.choices[0] for chunk in stream]
     assert first.choices and rest[-1].finish_reason == "length"
-    code, errors = server.ended()
-    assert code == 0 and errors == ""
+    server.wait()
+    engine = server.worker.engine
+
+    def load(options: Serve) -> Engine:
+        assert (options.lanes, options.slots, options.chunk) == (4, 16, 64)
+        assert options.run_dir == str(run) and len(options.adapters) == len(ADAPTERS)
+        return engine
+
+    monkeypatch.setattr(serve, "load", load)
     main(["replay", str(log)])
     out = capsys.readouterr().out
     assert out.endswith(" requests, 0 of them not the same\n") and out.count(": the same\n") > 20

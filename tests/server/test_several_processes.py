@@ -8,11 +8,10 @@ import time
 from http.client import HTTPException
 
 import pytest
-from tiny_servers import LENGTH, make_run, serving
+from tiny_servers import ENDLESS, LENGTH, make_run, serving
 
 from maxmeg.__main__ import main
 
-ENDLESS = {str(i): -100 for i in (256, 257, 258)}  # the model cannot end its reply
 # 1 KiB a page and device, in each layout.
 WHOLE = {"attention.num_kv_heads": 4}
 EXPERTS = {

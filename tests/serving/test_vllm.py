@@ -13,6 +13,8 @@ import pytest
 from hf_cases import LINEAR, families, with_states
 from hf_folders import random_tensors, write_config, write_tensors, write_tokenizer
 from layouts import mesh_of, tiny_batch
+from smollm2 import REPOSITORY
+from smollm2 import converted as real_model
 
 from maxmeg.config.model import DType
 from maxmeg.config.options import Quantize
@@ -49,6 +51,9 @@ CASES = families(HIDDEN, HEADS, HEAD_DIM)
 SCANS = with_states(HIDDEN, HEADS, HEAD_DIM)
 CASES |= {"mamba 2": SCANS.pop("mamba 2")}
 QUANTIZED = ("llama", "phi 3")
+REAL_PROMPTS, REAL_COUNT = 64, 64
+TIE = 1e-3  # nats between two tokens that rounding may exchange
+MOST_TIES = 4  # prompts
 SAME_LOSS, ROUNDED = 1e-5, 1e-3  # relative: most of the same numbers, least of rounded ones
 
 
@@ -104,6 +109,16 @@ def converted(
 PROMPTS = [np.random.default_rng(n).integers(2, 60, n) for n in LENGTHS]
 
 
+def of_vllm(folder: Path, jobs: dict[str, tuple]) -> dict[str, dict]:
+    """What vLLM answers to jobs: name -> (folder of a model, prompts, number of new tokens)."""
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    child = Path(__file__).with_name("vllm_child.py")
+    command = [sys.executable, str(child), "jobs.json", "answers.json"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads((folder / "answers.json").read_text())
+
+
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory) -> dict[str, dict]:
     """Of both, for all cases: vLLM takes longer to start than to write."""
@@ -113,12 +128,7 @@ def answers(tmp_path_factory) -> dict[str, dict]:
     for name in QUANTIZED:
         ours[f"{name} int8"] = converted(name, folder / f"{name} int8", Quantize.int8)
     jobs = {name: (str(folder / name / "exported"), prompts, COUNT) for name in ours}
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    child = Path(__file__).with_name("vllm_child.py")
-    command = [sys.executable, str(child), "jobs.json", "answers.json"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-3000:]
-    theirs = json.loads((folder / "answers.json").read_text())
+    theirs = of_vllm(folder, jobs)
     models = {name: {"run": run, "ours": tokens} for name, (run, tokens) in ours.items()}
     return {name: models[name] | theirs[name] for name in ours}
 
@@ -174,3 +184,25 @@ def test_losses_of_int8_exports_are_those_of_quantization_aware_training(name, a
     # The median: a number halfway between two codes may be rounded to the other one in vLLM.
     assert np.median(np.abs(actual["losses"] / rounded - 1)) <= SAME_LOSS
     assert np.median(np.abs(plain / rounded - 1)) >= ROUNDED
+
+
+def test_many_prompts_have_the_same_greedy_tokens_of_real_weights(tmp_path):
+    """Prompts of text and of random tokens, all at once. Where the tokens begin to differ, both of
+    them are as likely as each other."""
+    folder = real_model(tmp_path)
+    trained = load_run(str(folder / "run"), dtype=DType.float32)
+    text = trained.tokenizer.encode((REPOSITORY / "LICENSE").read_text("utf-8"))
+    rng, half = np.random.default_rng(0), REAL_PROMPTS // 2
+    prompts = [text[i * 20 : i * 20 + 5 + i].tolist() for i in range(half)]
+    prompts += [rng.integers(20, 49000, 5 + i).tolist() for i in range(half)]
+    request = Request(REAL_COUNT, Sampling(temperature=0, top_logprobs=2))
+    replies = Engine(trained, lanes=16).generate([*map(np.array, prompts)], request)
+    jobs = {"": (str(folder / "hf"), prompts, REAL_COUNT)}
+    theirs = of_vllm(folder, jobs)[""]["tokens"]
+    differ = [pair for pair in zip(replies, theirs, strict=True) if pair[0].tokens != pair[1]]
+    assert len(differ) <= MOST_TIES
+    for reply, tokens in differ:
+        pairs = enumerate(zip(reply.tokens, tokens, strict=True))
+        place = next(i for i, (one, other) in pairs if one != other)
+        (_, likeliest), (second, next_likely) = reply.top[place]
+        assert second == tokens[place] and likeliest - next_likely <= TIE
