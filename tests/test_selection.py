@@ -106,7 +106,8 @@ def folder(tmp_path: Path) -> Path:
 def run(folder: Path, *arguments: str, **environ: str) -> tuple[dict[str, int], str]:
     """(counts, output)"""
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--counts=counts"]
-    settings = {"PYTHONPATH": str(REPOSITORY), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"} | environ
+    settings = {"PYTHONPATH": str(REPOSITORY), "PYTEST_ADDOPTS": ""} | environ
+    settings["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     command += ["-p", "xdist", *arguments]
     ended = subprocess.run(
         command, cwd=folder, env=os.environ | settings, capture_output=True, text=True

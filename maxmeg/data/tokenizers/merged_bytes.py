@@ -11,6 +11,7 @@ such pair. A word that is a token becomes that token in tiktoken; in `tokenizers
 list produces it or `ignore_merges` is set.
 """
 
+import functools
 import itertools
 import json
 import re
@@ -84,6 +85,12 @@ def merged_bytes(
     )
 
 
+@functools.cache
+def _undefined() -> np.ndarray:
+    """For each code point, whether this Python's Unicode tables do not define it. Read only."""
+    return np.array([unicodedata.category(chr(code)) == "Cn" for code in range(0x110000)])
+
+
 def needs_library(vocabulary: Iterable[str]) -> np.ndarray | None:
     """For each code point, whether texts that contain it need `tokenizers`; None if all do.
 
@@ -92,7 +99,7 @@ def needs_library(vocabulary: Iterable[str]) -> np.ndarray | None:
     """
     letters = byte_letters()
     missing = [letters[letter] for letter in letters.keys() - set(vocabulary)]
-    excluded = np.array([unicodedata.category(chr(code)) == "Cn" for code in range(0x110000)])
+    excluded = _undefined().copy()
     for byte in missing:
         if 0x80 <= byte < 0xC0:
             return None
