@@ -34,7 +34,7 @@ REPOSITORY = Path(__file__).parent.parent
 TEST_COMMAND = "pip install -e '.[test]' && pytest -n 2"
 LINT_TOOLS = "ruff==0.17.5 pyright[nodejs]==1.1.414 mkdocs==1.6.1"
 SECONDS = 2400
-ENDING = 120  # seconds before the clock's end in which no test starts
+ENDING = 240  # seconds before the clock's end in which no test starts
 UNLIMITED = 4 * 3600  # seconds of a part without a clock: more means that it hangs
 REPEATS = 3  # tests whose process crashed and that then passed; more fail
 TURNS = 5

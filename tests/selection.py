@@ -265,13 +265,17 @@ class Clock:
         self.spent: dict[str, list[float]] = defaultdict(list)
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
+    def pytest_runtest_protocol(
+        self, item: pytest.Item, nextitem: pytest.Item | None
+    ) -> bool | None:
         if self.run.until is None:
             return None
         until = self.run.until[item.stash.get(PHASE, DRAWN) != AFFECTED]
         if time.time() + self.seconds.get(table(item), UNRECORDED) < until:
             return None
         self.counts["left"] += 1
+        # The case before has left the fixtures of this one's module as they are.
+        item.session._setupstate.teardown_exact(nextitem)
         return True
 
     @pytest.hookimpl(wrapper=True)
