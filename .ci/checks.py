@@ -1,10 +1,12 @@
 """Check this commit: the parts that .ci/run runs, and the clock that they keep to.
 
-First the README's tests, in a fresh environment and as another processor would compute them
-(SETTINGS), and lint. Then the tests that take too long for these (`pytest --left`): those that the
-change since MAXMEG_CI_BASE can reach, this commit's tenth of all others, and more until the time is
-over. Last one of PARTS: other packages, by turns. Every case runs within 10 commits
-(tests/selection.py).
+1. The README's tests in a fresh environment, with one of SETTINGS, and lint.
+2. The slow tests and the table rows that part 1 skipped (`pytest --left`): first tests affected by
+   the changes since MAXMEG_CI_BASE, then this commit's tenth of the others, then more until the
+   time is over.
+3. One of PARTS, by turns: tests with other packages.
+
+Every test case runs within 10 commits (tests/selection.py).
 
 MAXMEG_CI_SECONDS: when to stop; 2400, 0: never, and all parts run. MAXMEG_CI_BASE: a commit;
 default: the newest that is older than a day. MAXMEG_CI_DRAW: number that chooses settings, rows and
@@ -40,8 +42,8 @@ REPEATS = 3  # tests whose process crashed and that then passed; more fail
 TURNS = 5
 
 NO_AVX512 = "X86_V4 AVX512_ICL AVX512_SPR"
-# How other processors compute, as far as this one can: XLA's instructions, and with "own" also its
-# choice of YNNPACK (tests/conftest.py); OpenBLAS's kernels; NumPy's loops.
+# Environment variables that make this processor compute like others: the instructions that XLA may
+# use ("own": XLA chooses, also whether to use YNNPACK), OpenBLAS's kernels, NumPy's vector loops.
 SETTINGS = (
     {},
     {"MAXMEG_TESTS_XLA": "own", "OPENBLAS_CORETYPE": "Haswell"},
@@ -50,7 +52,7 @@ SETTINGS = (
     {"MAXMEG_TESTS_XLA": "own", "OPENBLAS_CORETYPE": "SkylakeX"},
 )
 NEEDS = {"Haswell": "avx2", "Zen": "avx2", "SkylakeX": "avx512f", "AVX2": "avx2"}  # flags of Linux
-# At least one test for every package in pyproject.toml.
+# These tests use every package in pyproject.toml.
 LOWEST = (
     "tests/test_packaging.py tests/test_loop.py tests/data tests/optim tests/runtime"
     " tests/config/test_config_dict.py tests/checkpoint/test_manager.py"
@@ -58,7 +60,7 @@ LOWEST = (
     " tests/inference/test_chat.py tests/inference/test_grammar.py tests/pipeline/test_split.py"
     " tests/server"
 )
-# What is traced and compiled there; a change of jax's interface shows in these.
+# These tests trace and compile, so a change of jax's interface shows in them.
 NEWEST = (
     "tests/checkpoint tests/parallel tests/pipeline/test_executor.py tests/pipeline/test_split.py"
     " tests/ops/test_attention.py tests/ops/test_chunk_scan.py tests/ops/test_dispatch.py"
@@ -71,8 +73,8 @@ NEWEST = (
 class Part:
     """Tests with packages of their own.
 
-    seconds: what they take on two cores, kept free for them. python: minor versions, the best one
-    first. tests: commands, of which the tests of the last one may be left for later.
+    seconds: how long the tests take on two cores; the long tests leave this time free. install,
+    tests: commands for bash. python: minor versions that can run them, the preferred one first.
     """
 
     name: str
@@ -203,7 +205,7 @@ class Checks:
         return self.finish(Row(name, ""), process, begin, counts)
 
     def run_beside(self, name: str, environment: str, command: str) -> None:
-        """Start a part whose output and row `wait` adds."""
+        """Start a part in the background; `wait` prints its output and adds its row."""
         process = self.start(environment, command, self.folder / f"{slug(name)}.log")
         self.beside[name] = (process, time.monotonic())
 
@@ -297,7 +299,7 @@ def base_commit() -> str:
 
 
 def pythons() -> Iterator[tuple[str, str]]:
-    """(minor version, interpreter) of those that really start; this one first."""
+    """Yield (minor version, path) of each Python interpreter that starts, this one first."""
     yield "{}.{}".format(*sys.version_info[:2]), sys.executable
     home = Path.home() / ".pyenv" / "versions"
     for minor in ("3.11", "3.12", "3.13"):
@@ -418,7 +420,8 @@ def readme_tests(checks: Checks, python: str, settings: dict[str, str]) -> None:
             [python, "-m", "venv", "--clear", "--system-site-packages", checks.folder / "main"],
             check=True,
         )
-        if subprocess.run([python, "-c", "import jax, flax, pytest, xdist"]).returncode:
+        in_main = [checks.folder / "main" / "bin" / "python", "-c"]
+        if subprocess.run([*in_main, "import jax, flax, pytest, xdist"]).returncode:
             checks.rows.append(Row(name, "failed: no packages"))
             return
         settings = {**settings, "PYTHONPATH": str(REPOSITORY)}

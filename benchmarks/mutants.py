@@ -3,11 +3,13 @@
     coverage run -m pytest ...     # with contexts: see benchmarks/NOTES.md
     python benchmarks/mutants.py draw COVERAGE mutants.json --seed=0 --count=100
     python benchmarks/mutants.py run COVERAGE mutants.json results.json --seconds=90
+    python benchmarks/mutants.py affected COVERAGE mutants.json
 
 `draw` chooses lines that tests execute, and of each one change: another operator or constant, two
 exchanged arguments, a statement that is left out. `run` makes one change after the other in this
 clone, runs tests that execute the line, the cheapest first, and restores the file. A mutant is
-killed if a test fails. The clone must be the one that its Python imports.
+killed if a test fails. The clone must be the one that its Python imports. `affected` counts for how
+many changes `pytest --affected` would take a file with a test that executes the line.
 """
 
 import argparse
@@ -22,6 +24,9 @@ from pathlib import Path
 import coverage
 
 REPOSITORY = Path(__file__).parent.parent
+sys.path.insert(0, str(REPOSITORY / "tests"))
+import import_graph  # noqa: E402
+
 FOLDERS = ("maxmeg/", "kernels/")
 OPERATORS = {
     ast.Add: "-", ast.Sub: "+", ast.Mult: "+", ast.Div: "*", ast.FloorDiv: "*", ast.Mod: "+",
@@ -37,7 +42,7 @@ def text_of(source: str, node: ast.AST) -> str:
 
 
 def changes(source: str, node: ast.AST) -> Iterator[tuple[str, ast.AST, str]]:
-    """(kind, node to replace, its new text) of a node."""
+    """Yield (kind of change, node to replace, its new text) for one node."""
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
         left, right = text_of(source, node.left), text_of(source, node.right)
         yield "operator", node, f"({left}) {OPERATORS[type(node.op)]} ({right})"
@@ -83,7 +88,7 @@ def replaced(source: str, target, new: str) -> str:
 
 
 def mutants_of(path: str, line: int) -> list[dict]:
-    """All changes of nodes that begin in a line."""
+    """Return every possible change of the code that starts in this line."""
     source = (REPOSITORY / path).read_text()
     found = []
     for node in ast.walk(ast.parse(source)):
@@ -107,7 +112,7 @@ def is_code(source: str) -> bool:
 
 
 def executed(data: coverage.CoverageData) -> dict[str, dict[int, list[str]]]:
-    """Path -> line -> tests that execute it; lines of imports alone are left out."""
+    """Return path -> line -> tests that execute it, without lines that only imports execute."""
     lines = {}
     for file in data.measured_files():
         path = file.removeprefix(f"{REPOSITORY}/")
@@ -119,7 +124,7 @@ def executed(data: coverage.CoverageData) -> dict[str, dict[int, list[str]]]:
 
 
 def draw(data: coverage.CoverageData, seed: int, count: int) -> list[dict]:
-    """Mutants of lines drawn over all files alike, without those of one line twice."""
+    """Draw `count` executed lines, each at most once, and one change of each."""
     rng = random.Random(seed)
     places = sorted((path, line) for path, lines in executed(data).items() for line in lines)
     rng.shuffle(places)
@@ -142,6 +147,19 @@ def tests_of(lines: dict, mutant: dict, seconds: dict[str, float], limit: float)
             chosen.append(name)
             spent += cost[name]
     return chosen
+
+
+def print_affected(lines: dict, mutants: list[dict]) -> None:
+    """Print, for each change, how many files of tests it reaches, and how many of these execute the
+    line."""
+    users, found = import_graph.users(import_graph.read_sources()), 0
+    for mutant in mutants:
+        reached = import_graph.tests_among(import_graph.distances(users, [mutant["path"]]))
+        files = {name.split("::")[0] for name in lines[mutant["path"]][mutant["line"]]}
+        found += bool(files & reached.keys())
+        place = f"{mutant['path']}:{mutant['line']}"
+        print(f"{place:50} reaches {len(reached):3}, {len(files & reached.keys())} execute it")
+    print(found, "of", len(mutants), "found")
 
 
 def killed(mutant: dict, tests: list[str]) -> str:
@@ -176,7 +194,7 @@ def killed(mutant: dict, tests: list[str]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("action", choices=["draw", "run"])
+    parser.add_argument("action", choices=["draw", "run", "affected"])
     parser.add_argument("coverage")
     parser.add_argument("mutants")
     parser.add_argument("results", nargs="?")
@@ -190,6 +208,9 @@ def main() -> None:
     if options.action == "draw":
         mutants = draw(data, options.seed, options.count)
         Path(options.mutants).write_text(json.dumps(mutants, indent=1))
+        return
+    if options.action == "affected":
+        print_affected(executed(data), json.loads(Path(options.mutants).read_text()))
         return
     seconds = json.loads((REPOSITORY / "tests" / "seconds.json").read_text())
     lines, results = executed(data), {}

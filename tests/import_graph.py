@@ -1,4 +1,4 @@
-"""Which files of the repository use which, read from their text: none of them is imported.
+"""Which files of the repository use which others, found in their text, without importing them.
 
 A file uses what it imports, also inside functions. A test also uses what its strings name: a
 module or script that it starts, a command, a configuration ("gpt"), a page ("docs/data.md").
@@ -18,11 +18,12 @@ REPOSITORY = Path(__file__).parent.parent
 MAPPED = ("configs", "kernels", "launch")  # folders that are packages of maxmeg
 LOADS_KERNELS = "maxmeg/ops/"  # by names in strings
 WORD = re.compile(r"[\w./-]+")
+TEST_FILE = re.compile(r"tests/(.+/)?test_\w+\.py")
 LONGEST_STRING = 300  # characters; longer ones are texts, not names
 
 
 def module_name(path: str) -> str:
-    """maxmeg/ops/rope.py -> maxmeg.ops.rope; modules of tests/ are named without their folders."""
+    """Return maxmeg.ops.rope for maxmeg/ops/rope.py, and the name of the file alone in tests/."""
     parts = path.removesuffix(".py").split("/")
     if parts[0] == "tests":
         return parts[-1]
@@ -33,7 +34,7 @@ def module_name(path: str) -> str:
 def imports(
     path: str, nodes: Iterable[ast.AST], modules: Iterable[str]
 ) -> Iterator[tuple[int, str]]:
-    """(line, module) of every import in a file; `from a import b` imports a.b if it is a module."""
+    """Yield (line, module) for each import; `from a import b` imports a.b if that is a module."""
     package = module_name(path).split(".")
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -52,19 +53,19 @@ def imports(
 
 @functools.cache
 def syntax(text: str, path: str) -> list[ast.AST]:
-    """All nodes of a file's syntax tree."""
+    """Return all nodes of a file's syntax tree."""
     return list(ast.walk(ast.parse(text, path)))
 
 
 def words(nodes: Iterable[ast.AST]) -> set[str]:
-    """The words of a file's short strings."""
+    """Return the words in the short strings of a file."""
     constants = (node.value for node in nodes if isinstance(node, ast.Constant))
     texts = (text for text in constants if isinstance(text, str) and len(text) <= LONGEST_STRING)
     return {word.strip("./") for text in texts for word in WORD.findall(text)}
 
 
 def names(path: str) -> set[str]:
-    """The words by which a test's strings name a file."""
+    """Return the words that refer to a file in the strings of a test."""
     file, module = Path(path), module_name(path)
     if file.suffix != ".py":
         return {path, file.name, str(file.parent)}
@@ -74,7 +75,7 @@ def names(path: str) -> set[str]:
 
 
 def users(sources: dict[str, str]) -> dict[str, set[str]]:
-    """File -> the files that use it. `sources`: path -> text, "" for what is not Python."""
+    """Return file -> the files that use it. `sources`: path -> text, empty if it is not Python."""
     modules = {module_name(path): path for path in sources if path.endswith(".py")}
     used_by: dict[str, set[str]] = defaultdict(set)
     named_by: dict[str, set[str]] = defaultdict(set)
@@ -101,7 +102,7 @@ def users(sources: dict[str, str]) -> dict[str, set[str]]:
 
 
 def distances(used_by: dict[str, set[str]], changed: Iterable[str]) -> dict[str, int]:
-    """File that a change can reach -> the number of uses between them: 0 for a changed one."""
+    """Return file -> number of uses between the change and it, if it is reached."""
     reached = dict.fromkeys(changed, 0)
     border = list(reached)
     while border:
@@ -112,27 +113,30 @@ def distances(used_by: dict[str, set[str]], changed: Iterable[str]) -> dict[str,
 
 
 def git(*arguments: str) -> list[str]:
-    """The lines that git prints. CalledProcessError or OSError without a repository or git."""
+    """Return git's output lines. OSError without git, CalledProcessError if it fails."""
     command = ["git", *arguments]
     ended = subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True)
     return ended.stdout.splitlines()
 
 
 def read_sources() -> dict[str, str]:
-    """All files that git knows or would add; the text of Python files."""
+    """Read the Python files that git tracks or would add; other files have an empty text."""
     paths = git("ls-files", "--cached", "--others", "--exclude-standard")
     files = [path for path in dict.fromkeys(paths) if (REPOSITORY / path).is_file()]
     return {p: (REPOSITORY / p).read_text() if p.endswith(".py") else "" for p in files}
 
 
 def changed_files(base: str) -> list[str]:
-    """Files that differ between the commit `base` and the working tree, new ones included."""
+    """Return the files that differ between `base` and the working tree, with untracked ones."""
     (commit,) = git("rev-parse", "--verify", f"{base}^{{commit}}")
     differ = git("diff", "--name-only", commit)
     return differ + git("ls-files", "--others", "--exclude-standard")
 
 
+def tests_among(reached: dict[str, int]) -> dict[str, int]:
+    return {path: d for path, d in reached.items() if TEST_FILE.fullmatch(path)}
+
+
 def reached_tests(base: str) -> dict[str, int]:
-    """Test files that the change since `base` can reach -> their distance from it."""
-    reached = distances(users(read_sources()), changed_files(base))
-    return {path: d for path, d in reached.items() if Path(path).match("tests/**/test_*.py")}
+    """Return test file -> distance, for test files that the change since `base` can reach."""
+    return tests_among(distances(users(read_sources()), changed_files(base)))

@@ -180,8 +180,10 @@ def in_model_order(tree) -> dict:
 
 
 def named_gradients(gradients) -> dict[str, np.ndarray]:
-    """By name, layers in model order."""
+    """Return gradients by name, layers in model order. Padded layers must have zero gradients."""
     arrays = by_name({"model": gradients})
+    for name, array in to_arrays({"model": gradients}).items():
+        assert np.count_nonzero(array) == np.count_nonzero(arrays[name]), name
     return {name.removeprefix("model."): array for name, array in arrays.items()}
 
 

@@ -43,20 +43,24 @@ PHASE = pytest.StashKey[int]()
 
 @dataclasses.dataclass
 class Run:
-    """What the controlling process decides, and its workers are told.
+    """The decisions of the controlling process, which it sends to its workers.
 
     draw: number of the commit, which decides rows; None: all rows. reached: test file -> its
-    distance from the change. until: Unix time after which no case starts, one for each phase.
+    distance from the change. affected_seconds: CPU-seconds for the tests of these files; those that
+    do not fit wait for their turn like others. until: Unix time after which no case starts, of
+    these files and of others.
     """
 
     draw: int | None = None
     in_turns: bool = False
     left: bool = False
     reached: dict[str, int] | None = None
+    affected_seconds: float = math.inf
     until: tuple[float, float] | None = None
 
 
 RUN = pytest.StashKey[Run]()
+COUNTS = pytest.StashKey[dict[str, int]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -89,7 +93,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def number_of_commits() -> int:
-    """0 without git or its history."""
+    """Return the number of commits, or 0 without git or a repository."""
     try:
         return int(git("rev-list", "--count", "HEAD")[0])
     except (OSError, subprocess.CalledProcessError):
@@ -97,7 +101,7 @@ def number_of_commits() -> int:
 
 
 def decide(config: pytest.Config) -> Run:
-    """Read the options, and hand the decision to the workers of pytest-xdist."""
+    """Read the options. Workers of pytest-xdist read the decision of the controlling process."""
     option = config.option
     if option.selected:
         return Run(**json.loads(option.selected))
@@ -112,14 +116,15 @@ def decide(config: pytest.Config) -> Run:
         reached = reached_tests(base) if base else None
     except (OSError, subprocess.CalledProcessError):
         raise pytest.UsageError(f"--affected needs git, and {base!r} to be a commit") from None
-    until = None
+    until, affected_seconds = None, math.inf
     if option.seconds is not None:
         now = time.time()
         share = OF_AFFECTED if option.since else 1
         until = (now + share * option.seconds, now + option.seconds)
+        affected_seconds = share * option.seconds * (getattr(option, "numprocesses", None) or 1)
     if in_turns:
         option.markexpr = ""
-    run = Run(draw, in_turns, option.left, reached, until)
+    run = Run(draw, in_turns, option.left, reached, affected_seconds, until)
     option.selected = json.dumps(dataclasses.asdict(run))
     return run
 
@@ -129,7 +134,7 @@ def is_slow(item: pytest.Item) -> bool:
 
 
 def table(item: pytest.Item) -> str:
-    """tests/FILE.py::FUNCTION, without the parameters of the case."""
+    """Return tests/FILE.py::FUNCTION, without the parameters of the case."""
     return item.nodeid.split("[")[0]
 
 
@@ -138,14 +143,14 @@ def file(item: pytest.Item) -> str:
 
 
 def recorded() -> dict[str, float]:
-    """Table -> CPU-seconds of a case. Empty if nothing was recorded."""
+    """Return test function -> CPU-seconds of one case. Empty if nothing was recorded."""
     return json.loads(RECORD.read_text()) if RECORD.exists() else {}
 
 
 def groups(rows: int, seconds: float, each_commit: bool = False) -> int:
-    """Into how many groups a table's rows are cut, of which each commit takes one.
+    """Return the number of groups of a table's rows; each commit runs one group.
 
-    Groups may be empty, unless it is marked: a row of 6 CPU-seconds runs at every third commit.
+    Groups may be empty unless `each_commit`: a row of 6 CPU-seconds runs at each third commit.
     """
     fit = max(1, int(TABLE_SECONDS / seconds)) if seconds else rows
     commits = 1 if each_commit else max(1, math.ceil(seconds / CASE_SECONDS))  # of a row
@@ -153,7 +158,7 @@ def groups(rows: int, seconds: float, each_commit: bool = False) -> int:
 
 
 def plain(items: list[pytest.Item], draw: int, seconds: dict[str, float]) -> list[pytest.Item]:
-    """The cases of a plain run at the commit `draw`."""
+    """Return the cases that a plain run takes at the commit `draw`."""
     tables = defaultdict(list)
     for item in items:
         if not is_slow(item):
@@ -167,27 +172,40 @@ def plain(items: list[pytest.Item], draw: int, seconds: dict[str, float]) -> lis
     return [item for item in items if item in taken]
 
 
-def phases(
-    items: list[pytest.Item], draw: int, seconds: dict[str, float], reached: dict[str, int] | None
-) -> dict[pytest.Item, tuple[int, int]]:
-    """Case -> (phase, distance from the change): the order in which cases run.
+def estimate(item: pytest.Item, seconds: dict[str, float]) -> float:
+    """Return the CPU-seconds of a case."""
+    return seconds.get(table(item), UNRECORDED if is_slow(item) else LEAST_RECORDED)
 
-    A file's cases go to the ROUNDS commits in chunks of about CHUNK CPU-seconds, so that they share
-    imports, fixtures and compiled programs.
+
+def phases(
+    items: list[pytest.Item],
+    draw: int,
+    seconds: dict[str, float],
+    reached: dict[str, int],
+    affected_seconds: float = math.inf,
+) -> dict[pytest.Item, tuple[int, int]]:
+    """Return case -> (phase, distance from the change). Cases run in this order.
+
+    Of the cases that the change can reach, the nearest come first that fit into `affected_seconds`.
+    About CHUNK CPU-seconds of a file's cases belong to the same commit, so that they share imports,
+    fixtures and compiled programs.
     """
     order = {}
     spent: dict[str, float] = defaultdict(float)
     for item in items:
         turn = crc32(file(item).encode()) + int(spent[file(item)] / CHUNK)
-        spent[file(item)] += seconds.get(table(item), UNRECORDED)
-        later = (turn - draw) % ROUNDS
-        distance = (reached or {}).get(file(item))
-        order[item] = (DRAWN + later, 0) if distance is None else (AFFECTED, distance)
+        spent[file(item)] += estimate(item, seconds)
+        order[item] = (DRAWN + (turn - draw) % ROUNDS, 0)
+    near = [item for item in items if file(item) in reached]
+    for item in sorted(near, key=lambda item: reached[file(item)]):
+        affected_seconds -= estimate(item, seconds)
+        if affected_seconds >= 0:
+            order[item] = (AFFECTED, reached[file(item)])
     return order
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect what does not run, and sort the rest: by turns, or the dearest files first."""
+    """Deselect what does not run, and sort the others: by turns, or by cost."""
     run, seconds, chosen = config.stash[RUN], recorded(), set(items)
     if run.draw is not None:
         taken = set(plain(items, run.draw, seconds))
@@ -199,7 +217,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = [item for item in items if item in chosen]
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     if run.in_turns:
-        order = phases(kept, run.draw or 0, seconds, run.reached)
+        order = phases(kept, run.draw or 0, seconds, run.reached or {}, run.affected_seconds)
         for item, (phase, _) in order.items():
             item.stash[PHASE] = phase
     else:
@@ -209,6 +227,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         reached = run.reached or {}
         order = {item: (reached.get(file(item), 0), -cost[file(item)]) for item in kept}
     items[:] = sorted(kept, key=order.__getitem__)
+
+
+@pytest.fixture
+def counts(pytestconfig: pytest.Config) -> dict[str, int]:
+    """The counts of this run. A test that repeats a crashed process itself adds to `repeated`."""
+    return pytestconfig.stash[COUNTS]
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -231,7 +255,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log):
             return {node: f"{file} {i}" for i, (file, nodes) in enumerate(files) for node in nodes}
 
         def remove_node(self, node) -> str | None:
-            """The test at which a worker crashed: it is repeated once."""
+            """Return the test in which a worker crashed; the first time, queue it again."""
             units = [unit for unit in self.assigned_work[node].values() if not all(unit.values())]
             crashed = next((name for name, done in units[0].items() if not done)) if units else None
             if crashed:
@@ -256,12 +280,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log):
 
 
 class Clock:
-    """Starts no case when its time is over; measures those that ran; counts both."""
+    """Skip cases for which no time is left, measure the others, and count both."""
 
     def __init__(self, config: pytest.Config, run: Run):
         self.config, self.run = config, run
         self.seconds = recorded()
-        self.counts = {"ran": 0, "left": 0, "repeated": 0}
+        self.counts = config.stash[COUNTS] = {"ran": 0, "left": 0, "repeated": 0}
         self.spent: dict[str, list[float]] = defaultdict(list)
 
     @pytest.hookimpl(tryfirst=True)
@@ -271,10 +295,10 @@ class Clock:
         if self.run.until is None:
             return None
         until = self.run.until[item.stash.get(PHASE, DRAWN) != AFFECTED]
-        if time.time() + self.seconds.get(table(item), UNRECORDED) < until:
+        if time.time() + estimate(item, self.seconds) < until:
             return None
         self.counts["left"] += 1
-        # The case before has left the fixtures of this one's module as they are.
+        # The case before kept its module's fixtures for this one, which ends here.
         item.session._setupstate.teardown_exact(nextitem)
         return True
 
@@ -289,7 +313,7 @@ class Clock:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node) -> None:
-        """A worker of pytest-xdist has ended: add what it counted."""
+        """Add the counts of a worker of pytest-xdist that has ended."""
         output = getattr(node, "workeroutput", {})
         for name, number in output.get("counts", {}).items():
             self.counts[name] += number
@@ -298,7 +322,7 @@ class Clock:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_handlecrashitem(self, crashitem: str, report, sched) -> None:
-        """A worker's first crash in a test is no failure: another worker repeats the test."""
+        """Report the first crash in a test as skipped: another worker repeats the test."""
         if sched.crashes[crashitem] == 1:
             self.counts["repeated"] += 1
             report.outcome = "skipped"
@@ -320,7 +344,7 @@ class Clock:
 
 
 def write_record(spent: dict[str, list[float]], root: Path) -> None:
-    """Merge means of this run into the record, and drop tests whose files are gone."""
+    """Add this run's means to the record, and remove tests whose files no longer exist."""
     seconds = recorded()
     for name, values in spent.items():
         seconds[name] = round(sum(values) / len(values), 2)

@@ -97,12 +97,6 @@ def two_encoders_on_one_device():
     return gradients({"fsdp": 1}, separate=True)
 
 
-@SLOW
-def test_layout_equals_one_device(one_device):
-    """Queries meet the texts of all devices: rows that are cut over them change nothing."""
-    assert_equal_but_rounding(gradients(ROWS_CUT), one_device, TOLERANCE, FLOOR)
-
-
 @pytest.mark.slow
 def test_two_encoders_with_the_same_weights_are_one(one_device):
     """The gradients of both add up to those of the one, and each has a part of its own."""

@@ -15,10 +15,7 @@ from maxmeg.config.model import DType
 from maxmeg.config.parallel import Schedule
 from maxmeg.config.quantization import AmaxAlgorithm, QuantizationConfig, QuantizationRecipe
 from maxmeg.config.validate import validate
-from maxmeg.layers.amax_history import empty_history
-from maxmeg.models.lm import language_model
 from maxmeg.ops.delayed import GRADIENT, INPUT, WEIGHT
-from maxmeg.ops.quantized import AmaxHistory, Recipe
 from maxmeg.state import to_arrays
 from maxmeg.step import make_train_step
 from maxmeg.train import main
@@ -100,12 +97,6 @@ def test_all_operands_of_quantized_layers_have_histories():
 
 
 @pytest.mark.slow
-def test_layers_in_16_bits_have_no_history():
-    _, _, histories = alone("ends")  # groups of 1, 3 and 2 layers
-    assert {name.split(".")[3] for name in histories} == {"1"}
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("model", ["experts", "batched"])
 def test_all_experts_of_a_layer_share_the_history_of_a_projection(model: str):
     experts = {
@@ -138,14 +129,6 @@ def test_a_skipped_step_keeps_the_history():
     )
     assert float(found["skipped"]) == 0
     assert all(np.asarray(history).any() for history in to_arrays(state.history).values())
-
-
-def test_other_recipes_have_no_history():
-    config = tiny({}, {"quantization": QuantizationConfig(QuantizationRecipe.tensorwise)})
-    model = jax.eval_shape(lambda: language_model(jax.random.key(0), config))
-    assert empty_history(model, None) is empty_history(model, Recipe()) is None
-    history = empty_history(model, Recipe(history=AmaxHistory(7)))
-    assert {array.shape for array in jax.tree.leaves(history)} == {(2, 3, 8)}
 
 
 @pytest.mark.parametrize(

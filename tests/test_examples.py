@@ -12,7 +12,6 @@ import pytest
 
 REPOSITORY = Path(__file__).parent.parent
 EXAMPLES = REPOSITORY / "examples"
-LINES = 60
 SHOWN = {  # a part of what each prints; "": takes too long for tests
     "own_text.py": r"LanguageModel\(.*own_text, step 600, 131,392 parameters.*\nReturn .{20}",
     "activations_and_steering.py": r"trained: [a-z. ]{20,}\nsteered: [a-z ]*[A-Z. ]{15,}",
@@ -34,13 +33,12 @@ SCRIPTS = {  # flags that make it shorter, and a part of what it prints; None: n
 ONE_DEVICE = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(REPOSITORY)}
 
 
-def test_every_example_is_short_and_says_what_to_expect():
+def test_every_example_is_run_or_at_least_parsed():
     assert {path.name for path in EXAMPLES.iterdir()} == {*SHOWN, *SCRIPTS}
     for name in SHOWN:
-        text = (EXAMPLES / name).read_text()
-        said = ast.get_docstring(ast.parse(text)) or ""
-        assert len(text.splitlines()) < LINES and f"python examples/{name}" in said
-        assert re.search(r"\n\nCommand: .*\nTime: .*\nResult: ", said), name
+        ast.parse((EXAMPLES / name).read_text())
+    for name in SCRIPTS:
+        subprocess.run(["bash", "-n", str(EXAMPLES / name)], check=True)
 
 
 @pytest.mark.slow
@@ -58,14 +56,6 @@ def test_the_example_of_a_plan_on_fewer_gpus(capsys, monkeypatch):
     runpy.run_path(path, run_name="__main__")
     shown = r"as configured: 0 GiB per GPU, fits: True\n(.*\n)*(data|fsdp) 2, .*: 0 GiB per GPU\n"
     assert re.search(shown, capsys.readouterr().out)
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_every_script_is_short_says_what_to_expect_and_parses(name):
-    text = (EXAMPLES / name).read_text()
-    assert len(text.splitlines()) < LINES and f"bash examples/{name}" in text
-    assert re.search(r"\n# Command: .*\n(#  .*\n)*# Time: .*\n(#  .*\n)*# Result: ", text)
-    subprocess.run(["bash", "-n", str(EXAMPLES / name)], check=True)
 
 
 @pytest.mark.slow

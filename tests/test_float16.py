@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from layouts import MLP_ONLY, controls, mesh_of, tiny, tiny_abstract, tiny_batch, tiny_state
+from layouts import MLP_ONLY, controls, mesh_of, tiny, tiny_batch, tiny_state
 from short_runs import curve, digests
 
 from maxmeg.checkpoint.resume import with_scaler_of
@@ -83,11 +83,6 @@ def test_a_fixed_scale_replaces_that_of_a_checkpoint():
     config.optim.loss_scale.fixed = 512.0
     resumed = with_scaler_of(dataclasses.replace(state, scaler=skipped), config, abstract).scaler
     assert resumed is not None and (resumed.scale, resumed.skipped_samples) == (512.0, 8)
-
-
-def test_other_dtypes_have_no_scale():
-    config = tiny()
-    assert tiny_abstract(config, mesh_of(config))[1].scaler is None
 
 
 def small(run_dir: Path, dtype: DType, steps: int, **train) -> Config:

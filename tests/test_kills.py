@@ -21,16 +21,11 @@ def train(run: Config) -> None:
     main(run)
 
 
-@pytest.fixture
-def processes():
-    """Starts processes that have imported maxmeg.train already."""
+def start(run: Config) -> multiprocessing.Process:
+    """A process that has imported maxmeg.train already."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["maxmeg.train"])
-    return context
-
-
-def start(processes, run: Config) -> multiprocessing.Process:
-    process = processes.Process(target=train, args=(run,))
+    process = context.Process(target=train, args=(run,))
     process.start()
     return process
 
@@ -41,7 +36,7 @@ def rows(folder: Path) -> int:
 
 
 @pytest.mark.slow
-def test_kills_change_no_bit(tmp_path, processes):
+def test_kills_change_no_bit(tmp_path):
     corpus, rng = write_corpus(tmp_path), random.Random(0)
     runs = [
         config(corpus, tmp_path / name, STEPS, {"num_layers": 1}, {"data": 4, "fsdp": 2})
@@ -49,12 +44,12 @@ def test_kills_change_no_bit(tmp_path, processes):
     ]
     for run in runs:
         run.train.eval_every, run.checkpoint.save_every, run.optim.decay_steps = 7, 3, STEPS
-    whole = start(processes, runs[0])
+    whole = start(runs[0])
     whole.join()
     assert whole.exitcode == 0
     killed, phases = tmp_path / "killed", []
     for _ in range(KILLS):
-        process, before = start(processes, runs[1]), rows(killed)
+        process, before = start(runs[1]), rows(killed)
         new = rng.choice([0, 1, 2, 3])  # rows that this start adds before it is killed
         while new and process.is_alive() and rows(killed) - before < new:
             time.sleep(0.005)
@@ -63,7 +58,7 @@ def test_kills_change_no_bit(tmp_path, processes):
         process.kill()
         process.join()
         phases.append((new, process.exitcode))
-    last = start(processes, runs[1])
+    last = start(runs[1])
     last.join()
     assert last.exitcode == 0
     assert sum(code == -9 for _, code in phases) > KILLS // 2, phases

@@ -1,8 +1,6 @@
 """BERT: masked tokens and pairs of segments; the same losses and gradients on every layout."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -20,7 +18,9 @@ from layouts import (
     tiny,
 )
 from masked_corpus import SIZE, corpus, vocabulary
+from short_runs import curve
 
+import maxmeg
 from maxmeg import evaluate, generate, preprocess
 from maxmeg.config.bert import Transform
 from maxmeg.config.data import DataConfig, Objective
@@ -38,7 +38,6 @@ from maxmeg.objectives.masked import MASKED
 from maxmeg.parallel.placement import local_rows, place_batch
 from maxmeg.planning.cost.flops import training_flops
 
-REPOSITORY = Path(__file__).parent.parent
 TOLERANCE = 1e-5  # relative, float32: the order of sums differs
 FLOOR = 1e-9  # for gradients that are zero in exact arithmetic
 SLOW = pytest.mark.slow
@@ -153,7 +152,7 @@ def settings(tmp_path_factory) -> dict[str, str]:
 @SLOW
 def test_a_run_learns_and_does_not_generate(settings, tmp_path, capsys):
     settings = settings | {
-        "run_dir": tmp_path,
+        "run_dir": str(tmp_path),
         "data.sequence_length": 32,
         "data.split": "8,1,1",
         "model.num_layers": 2,
@@ -166,17 +165,12 @@ def test_a_run_learns_and_does_not_generate(settings, tmp_path, capsys):
         "optim.lr": 3e-3,
         "log.every": 1,
     }
-    command = [sys.executable, "-m", "maxmeg.train", "--config=bert"]
-    command += [f"--config.{key}={value}" for key, value in settings.items()]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(row) for row in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    maxmeg.train(maxmeg.config("bert", **settings))
+    rows = curve(tmp_path)
     frequencies = np.log(10)  # the loss of a model that does not read the sentence
     assert rows[0]["loss"] > frequencies
-    assert max(np.mean([row["loss"] for row in rows[-10:]]), rows[-1]["validation_loss"]) < (
-        0.8 * frequencies
-    )
-    print(rows[0], rows[-1])
+    last = np.mean([row["loss"] for row in rows[-10:]]), rows[-1]["validation_loss"]
+    assert max(last) < 0.8 * frequencies
     capsys.readouterr()
     evaluate.main(evaluate.Options(run_dir=str(tmp_path)))
     assert "validation loss" in capsys.readouterr().out

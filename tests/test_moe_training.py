@@ -15,7 +15,6 @@ from layouts import (
     controls,
     mesh_of,
     tiny,
-    tiny_abstract,
     tiny_batch,
     tiny_state,
 )
@@ -29,7 +28,7 @@ from maxmeg.models.lm import language_model
 from maxmeg.parallel.trainable import frozen, trained
 from maxmeg.planning.cost.flops import training_flops
 from maxmeg.state import array_name, to_arrays
-from maxmeg.step import make_gradients, make_train_step
+from maxmeg.step import make_train_step
 
 TOLERANCE = 1e-5  # relative, float32: the order of sums differs
 FLOOR = 1e-8  # for gradients that are zero in exact arithmetic
@@ -169,28 +168,14 @@ def test_a_bias_moves_by_counts_and_by_nothing_else():
     assert losses == sorted(losses, reverse=True) and step._cache_size() == 1
 
 
-def test_a_backend_that_cannot_run_here_is_refused():
-    config = configured("mixtral", {"moe.backend": ExpertBackend.mosaic}, 0, fsdp=1)
-    mesh = mesh_of(config)
-    _, state = tiny_abstract(config, mesh)
-    gradients_of = make_gradients(config, mesh, state.model)
-    with pytest.raises(ValueError, match=r"grouped_matmul.*mosaic"):
-        jax.eval_shape(gradients_of, state.model, tiny_batch(config, mesh), state.key)
-
-
-def test_flops_count_the_experts_of_a_token():
-    dense = configured("mixtral", DENSE, 0).model
-    sparse = configured("mixtral", {}, 0).model
-    mlp = 3 * dense.hidden_size * dense.ffn
-    router = 8 * dense.hidden_size
-    more = training_flops(sparse, 16) - training_flops(dense, 16)
-    assert more == 6 * 16 * 4 * (mlp + router)  # a second expert and the router, four layers
-    latent = configured(
-        "mixtral", {"moe.latent_size": 16, "layers": "*(attention,moe attention,mlp)"}, 0
-    ).model
+def test_flops_of_latent_experts():
+    """Two of the four layers have experts. A token uses two experts of latent width 16, the latent
+    projections and the router."""
+    fields = {"moe.latent_size": 16, "layers": "*(attention,moe attention,mlp)"}
+    dense, latent = (configured("mixtral", each, 0).model for each in (DENSE, fields))
+    inner = 2 * 3 * 16 * dense.ffn + 2 * dense.hidden_size * 16 + 8 * dense.hidden_size
     more = training_flops(latent, 16) - training_flops(dense, 16)
-    inner = 2 * 3 * 16 * dense.ffn + 2 * dense.hidden_size * 16
-    assert more == 6 * 16 * 2 * (inner + router - mlp)
+    assert more == 6 * 16 * 2 * (inner - 3 * dense.hidden_size * dense.ffn)
 
 
 @pytest.mark.parametrize(
@@ -199,8 +184,6 @@ def test_flops_count_the_experts_of_a_token():
         ({"moe.top_k": 9}, {}, "top_k=9 must be from 1 to num_experts=8"),
         ({"moe.num_groups": 3}, {}, "moe.num_groups=3 does not divide num_experts=8"),
         ({"moe.num_groups": 8, "moe.topk_groups": 1}, {}, "must hold top_k=2"),
-        ({"layers": "4(attention,mlp) *(attention,moe)"}, {}, "num_layers=4 must be at least 5"),
-        ({"layers": "*(attention+moe)"}, {}, "moe cannot be in a parallel block"),
         (
             {"layers": "*(attention,moe)", "moe.num_experts": 6},
             {"expert": 4},
@@ -208,26 +191,14 @@ def test_flops_count_the_experts_of_a_token():
         ),
         (DENSE, {"expert": 2}, "parallel.expert=2: only for models with experts"),
         ({"moe.ffn_size": 33}, {"tensor": 2}, "moe.ffn_size=33 is not divisible"),
-        (
-            {},
-            {"tensor": 2, "expert_tensor": 1},
-            "expert=1 is not divisible by 2: with",
-        ),
+        ({}, {"tensor": 2, "expert_tensor": 1}, "expert=1 is not divisible by 2: with"),
         ({}, {"tensor": 4, "expert_tensor": 3}, "expert_tensor=3 does not divide tensor=4: choose"),
-        ({}, {"expert": 2, "expert_buffer": 0.5}, "expert_buffer=0.5 must be at least 1"),
         ({}, {"expert_exchange": ExpertExchange.ragged}, "has no effect without parallel.expert:"),
-        (
-            DENSE,
-            {},
-            "moe.aux_loss=0.1, model.moe.z_loss=0.01: no layer of model.layers=",
-        ),
         (
             {"moe.shared_gate": True},
             {},
             "shared_gate=True has no effect without model.moe.shared_ffn_size",
         ),
-        ({"moe.bias_rate": 0.1}, {}, "no effect without model.moe.bias_balancing"),
-        ({"moe.capacity_factor": -1.0}, {}, "moe.capacity_factor=-1.0"),
     ],
 )
 def test_invalid_arguments_are_refused(fields, parallel, message):

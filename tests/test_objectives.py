@@ -1,23 +1,22 @@
 """Objectives in the model: packed chats have the losses of single ones; a run learns from them."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from layouts import assert_equal_but_rounding, mesh_of, model_gradients, tiny, tiny_state
+from short_runs import curve
 
+import maxmeg
+from maxmeg import generate
 from maxmeg.config.data import Objective, Packing
 from maxmeg.data.build import build_dataset, open_corpus
 from maxmeg.objectives.objective import objective_of
 from maxmeg.parallel.placement import local_rows, place_batch
 from maxmeg.step import make_eval_step
 
-REPOSITORY = Path(__file__).parent.parent
 TOLERANCE = 2e-6  # relative, float32: the order of sums differs
 GRADIENT = 2e-5  # of a gradient's largest element: the loss is not fused with the logits
 FLOOR = 1e-9  # for gradients that are zero in exact arithmetic
@@ -50,7 +49,8 @@ def test_packed_chats_have_the_losses_of_single_ones(files, tmp_path):
     sums = {}
     for packing in (Packing.none, Packing.best_fit):
         data.packing = packing
-        rows = build_dataset(data, *_corpus(config, tmp_path), 0, seed=2, cache_dir=str(tmp_path))
+        tokenizer, prefixes = open_corpus(data, str(tmp_path))
+        rows = build_dataset(data, prefixes, tokenizer, 0, seed=2, cache_dir=str(tmp_path))
         assert rows is not None
         count = config.train.global_batch_size = rows.samples_per_epoch
         mesh = mesh_of(config)
@@ -79,16 +79,11 @@ def test_a_loss_of_the_logits_has_the_gradients_of_the_built_in_one_on_a_sharded
         model_gradients(sharded, objective_of(lambda logits_BLV, batch: logits_BLV[:, 0, 0]))
 
 
-def _corpus(config, folder):
-    tokenizer, prefixes = open_corpus(config.data, str(folder))
-    return prefixes, tokenizer
-
-
 @pytest.mark.slow
-def test_chats_train_and_finetune(files, tmp_path):
+def test_chats_train_and_finetune(files, tmp_path, caplog):
     shared = {
         "data.objective": "sft",
-        "data.paths": files[0],
+        "data.paths": files[:1],
         "data.chat_template": files[1],
         "data.sequence_length": LENGTH,
         "data.split": "9,1,0",
@@ -107,17 +102,10 @@ def test_chats_train_and_finetune(files, tmp_path):
     }
     losses = {}
     for name, (config, settings) in runs.items():
-        settings = {"run_dir": tmp_path / name, **settings}
-        command = [sys.executable, "-m", "maxmeg.train", f"--config={config}"]
-        command += [f"--config.{key}={value}" for key, value in settings.items()]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
-        assert done.returncode == 0, done.stderr
-        assert "train documents: 43 whole, 0 truncated, 0 dropped" in done.stderr
-        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        losses[name] = [json.loads(line)["loss"] for line in lines]
+        maxmeg.train(maxmeg.config(config, run_dir=str(tmp_path / name), **settings))
+        assert "train documents: 43 whole, 0 truncated, 0 dropped" in caplog.text
+        losses[name] = [row["loss"] for row in curve(tmp_path / name)]
     assert losses["first"][-1] < losses["first"][0] / 2
     assert losses["second"][0] < losses["first"][0] / 2
-    command = [sys.executable, "-m", "maxmeg.generate", f"--run_dir={tmp_path / 'second'}"]
-    command += ["--chat", "--prompt=1+1", "--num_tokens=3"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
-    assert done.returncode == 0, done.stderr
+    run_dir = str(tmp_path / "second")
+    generate.main(generate.Options(run_dir=run_dir, chat=True, prompt=("1+1",), num_tokens=3))

@@ -39,16 +39,6 @@ check_versions = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(check_versions)
 
 
-def test_kernels_are_installed_from_their_own_folder():
-    program = "import maxmeg.kernels as k, maxmeg as m; print(k.__path__[0]); print(m.__path__[0])"
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    kernels, package = map(Path, done.stdout.splitlines())
-    assert kernels.samefile(REPOSITORY / "kernels")
-    assert package.samefile(REPOSITORY / "maxmeg")
-
-
 def test_a_wheel_holds_every_module(tmp_path: Path):
     """Built from a copy without isolation: it needs no network and leaves nothing behind."""
     for name in FOLDERS:
@@ -86,11 +76,6 @@ def test_a_wheel_holds_every_module(tmp_path: Path):
         assert line.endswith("using the built-in configuration gpt")
 
 
-def test_the_named_extras_exist():
-    extras = importlib.metadata.metadata("maxmeg").get_all("Provides-Extra") or []
-    assert {"cuda12", "cuda13", "test", "dev", "wandb", "oracle"} <= set(extras)
-
-
 def test_metadata_changelog_and_citation_have_one_version():
     citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())
     changelog = (REPOSITORY / "CHANGELOG.md").read_text()
@@ -106,12 +91,7 @@ def test_the_readme_holds_the_commands_to_train_and_to_test():
     first_block = text.partition("```bash\n")[2].partition("```")[0]
     assert first_block.startswith(f"pip install -e . && {FIRST_COMMAND}\n")
     assert TEST_COMMAND in text
-
-
-def test_the_top_level_has_what_was_asked_for():
-    names = {"pyproject.toml", "README.md", *(f"{name}/" for name in (*FOLDERS, "tests"))}
-    there = {path.name + "/" * path.is_dir() for path in REPOSITORY.iterdir()}
-    assert names <= there and (REPOSITORY / "configs" / "gpt.py").is_file()
+    assert f'TEST_COMMAND = "{TEST_COMMAND}"' in (REPOSITORY / ".ci" / "checks.py").read_text()
 
 
 def test_the_packages_that_were_asked_for_are_dependencies_that_the_product_imports():
@@ -122,10 +102,6 @@ def test_the_packages_that_were_asked_for_are_dependencies_that_the_product_impo
     imported = {a or b for path in paths for a, b in IMPORT.findall(path.read_text())}
     lacking = {name for name, module in ASKED_FOR.items() if module not in imported}
     assert (set(ASKED_FOR) - dependencies, lacking) == (NOT_YET, NOT_YET)
-
-
-def test_the_checks_run_the_readme_command():
-    assert f'TEST_COMMAND = "{TEST_COMMAND}"' in (REPOSITORY / ".ci" / "checks.py").read_text()
 
 
 def test_every_requirement_has_bounds():
@@ -152,10 +128,8 @@ def test_the_installed_versions_are_within_the_bounds():
     ("requirement", "installed", "lowest", "problem"),
     [
         ("s3fs>=2025.9", "0.4.2", False, "s3fs 0.4.2 is outside the bounds"),
-        ("s3fs>=2025.9", "2026.9.0", False, ""),
         ("s3fs>=2025.9", "2026.9.0", True, "not at its lower bound"),
         ("s3fs>=2025.9", "2025.9.0", True, ""),
-        ("jax>=0.10,<0.13", "0.13.0", False, "outside the bounds"),
         ("jax>=0.10,<0.13", "0.12.0.1", False, ""),
         ("s3fs>=2025.9", None, False, "s3fs is not installed"),
     ],

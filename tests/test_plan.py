@@ -1,6 +1,5 @@
 """The plan command: what it prints and writes, and what it refuses."""
 
-import dataclasses
 import json
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -8,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from maxmeg import plan
-from maxmeg.__main__ import main as command_line
 from maxmeg.config.flags import run_command
 from maxmeg.config.schema import Config
 from maxmeg.planning.report import Collective, Compiled
@@ -165,10 +163,6 @@ def test_flags_that_make_a_plan_fit(capsys, tmp_path: Path):
 
 
 BAD = [
-    (["--hardware=h900x8"], ["no GPU is named 'h900'", "a100, h100"]),
-    (["--hardware=h100x12"], ["12 GPUs do not make nodes"]),
-    (["--hardware=h100"], ["NAMExCOUNT"]),
-    (["--search"], ["--search needs GPUs", "--hardware=NAMExCOUNT"]),
     (["--compile"], ["--compile needs GPUs"]),
     ([], ["nothing to plan", "--hardware", "--parallel.pipe=4"]),
     (["--hardware=h100x64", "--timeline=a.svg"], ["--timeline=a.svg", "parallel.pipe=1 has none"]),
@@ -176,15 +170,9 @@ BAD = [
     (["--hardware=h100x64", "--html=/"], ["--html=/ is a folder"]),
     (["--hardware=h100x64", "--parallel.pipe=3"], ["3 devices or a multiple, there are 64"]),
     (["--parallel.pipe=5"], ["num_layers=96", "pipe=5", "pad_layers"]),
-    (["--parallel.pipe=0"], ["parallel.pipe=0"]),
-    (["--parallel.pipe=128"], ["num_layers=96 cannot fill", "at most 96"]),
     (
         ["--parallel.pipe=4", "--parallel.schedule=gpipe", "--parallel.chunks=2"],
         ["schedule=gpipe does not support parallel.chunks=2", "one_f_one_b"],
-    ),
-    (
-        ["--parallel.pipe=8", "--parallel.chunks=2", "--parallel.fsdp=3"],
-        ["global_batch_size=512 is not divisible by 24", "504 and 528"],
     ),
     (["--hardware=h100x64", "--search", "--optim.min_lr=1"], ["optim.min_lr=1.0 must lie"]),
     (["--hardware=h100x8", "--search"], ["does not fit 8 h100 under any layout", "GPUs would be"]),
@@ -211,10 +199,3 @@ def test_a_missing_plugin_is_said_before_anything_else(capsys, monkeypatch):
         run("175b", "--hardware=h100x64", "--search", "--compile")
     assert refused.value.code == 2
     assert capsys.readouterr() == ("", "error: pip install 'maxmeg[plan]'\n")
-
-
-def test_help_names_every_option(capsys):
-    command_line(["plan", "--help"])
-    out = capsys.readouterr().out
-    for field in dataclasses.fields(plan.Options):
-        assert f"--{field.name} (" in out

@@ -181,7 +181,6 @@ SEPARATE_PROBLEMS = [
     [
         *(("retrieval", *problem) for problem in PROBLEMS),
         *(("retrieval:,separate", *problem) for problem in SEPARATE_PROBLEMS),
-        ("gpt", {"train.score_scaling": True}, r"score_scaling=true is for data\.objective=ict, r"),
     ],
 )
 def test_bad_settings_are_refused(name, values, message):
@@ -216,18 +215,3 @@ def test_two_encoders_begin_with_a_bert_and_find_texts(corpus, tmp_path, capsys)
     options = {"run_dir": folder, "corpus": corpus["data.paths"], "count": 2}
     retrieve.main(Retrieve(**options, query=("Ba be.",)))
     assert "texts, vectors of 64 numbers" in capsys.readouterr().out
-
-
-@SLOW
-def test_adapters_of_a_bert_train_beside_the_layer_of_vectors(corpus, tmp_path):
-    shared = {"train.num_steps": 40, "train.eval_every": 0, "data.sequence_length": 40}
-    shared |= {"train.global_batch_size": 16, "data.split": "8,1,1", **corpus}
-    bert = {"model.num_layers": 1, "model.hidden_size": 64, "model.init_std": 0.2}
-    maxmeg.train(maxmeg.config("bert", run_dir=str(tmp_path / "bert"), **bert, **shared))
-    own = {"lora.rank": 4, "model.head.projection": 16, "data.query_length": 10, "optim.lr": 1e-2}
-    own |= {"train.score_scaling": False, "run_dir": str(tmp_path / "adapters")}
-    maxmeg.train(maxmeg.config(f"retrieval:{tmp_path / 'bert'}", **shared | own))
-    losses = [row["loss"] for row in short_runs.curve(tmp_path / "adapters")]
-    assert np.mean(losses[-5:]) < 0.7 * losses[0]
-    names = [n for n in short_runs.digests(tmp_path / "adapters", 40) if n.startswith("model")]
-    assert all("lora" in name or "classifier" in name for name in names) and len(names) == 6

@@ -59,7 +59,7 @@ def test_every_slow_case_comes_first_within_ten_commits():
     cases = [c for i in range(40) for c in table(9, f"tests/test_{i}.py", slow=True)]
     first = Counter()
     for draw in range(100, 110):
-        order = selection.phases(cases, draw, {}, None)
+        order = selection.phases(cases, draw, {}, {})
         first.update(c for c, (phase, _) in order.items() if phase == selection.DRAWN)
     assert set(first.values()) == {1} and first.keys() == set(cases)
 
@@ -69,6 +69,8 @@ def test_what_the_change_reaches_comes_before_the_others_and_the_nearest_first()
     reached = {"tests/test_a.py": 1, "tests/test_b.py": 4}
     order = selection.phases([far, other, near], 3, {}, reached)
     assert sorted(order, key=order.__getitem__) == [near, far, other]
+    few = selection.phases([far, other, near], 3, {}, reached, selection.UNRECORDED)
+    assert few[near][0] == selection.AFFECTED < few[far][0]  # one case fits: the other in its turn
 
 
 TESTS = '''
@@ -81,16 +83,16 @@ def shared():
 @pytest.mark.parametrize("i", range(6))
 def test_table(i): pass
 
-@pytest.mark.slow
-@pytest.mark.parametrize("i", range(3))
-def test_slow(i): pass
-
 def test_crash():
     """Its process ends the first time."""
     mark = os.environ.get("CRASH")
     if mark and not os.path.exists(mark):
         open(mark, "w").close()
         os._exit(1)
+
+@pytest.mark.slow
+@pytest.mark.parametrize("i", range(3))
+def test_slow(i): pass
 '''
 
 
@@ -182,8 +184,8 @@ SOURCES = {
 )
 def test_a_change_reaches_those_that_import_or_name_it(changed: str, expected: dict[str, int]):
     reached = import_graph.distances(import_graph.users(SOURCES), [changed])
-    named = {p.removeprefix("tests/").removesuffix(".py"): d for p, d in reached.items()}
-    assert {name: d for name, d in named.items() if "test_" in name} == expected
+    found = import_graph.tests_among(reached)
+    assert {p.removeprefix("tests/").removesuffix(".py"): d for p, d in found.items()} == expected
 
 
 def test_conftest_reaches_all_tests():
@@ -196,10 +198,16 @@ def test_the_tenth_of_a_commit_fits_the_clock_of_ci():
     """By the recorded seconds; else cases could wait for more than ten commits."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "--left", "--draw=0"]
     ignored = [f"--ignore=tests/{name}" for name in ("kernels", "absent", "oracle", "serving")]
-    listed = subprocess.run([*command, *ignored], cwd=REPOSITORY, capture_output=True, text=True)
+    listed = subprocess.run(
+        [*command, *ignored],
+        cwd=REPOSITORY,
+        env=os.environ | {"PYTEST_ADDOPTS": ""},
+        capture_output=True,
+        text=True,
+    )
     cases = [Case(line, slow=True) for line in listed.stdout.splitlines() if "::" in line]
     seconds, tenths = selection.recorded(), Counter()
-    for each, (phase, _) in selection.phases(cases, 0, seconds, None).items():
+    for each, (phase, _) in selection.phases(cases, 0, seconds, {}).items():
         name = selection.table(each)
         tenths[phase] += seconds.get(name, selection.UNRECORDED)
     assert len(cases) > 500 and max(tenths.values()) < CI_SECONDS * CORES, tenths

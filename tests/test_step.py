@@ -15,7 +15,6 @@ from layouts import (
     DELTA,
     DROPOUT,
     EVERYTHING,
-    MLP_ONLY,
     assert_equal_but_rounding,
     batch_gradients,
     controls,
@@ -30,11 +29,10 @@ from layouts import (
 )
 from tables import thinned
 
-from maxmeg.config.mixers import TensorOverlap
+from maxmeg.config.mixers import QkNorm, TensorOverlap
 from maxmeg.config.model import DType
 from maxmeg.config.parallel import Schedule
 from maxmeg.config.schema import LossBackend, LossReduction
-from maxmeg.planning import hlo as planning
 from maxmeg.state import to_arrays
 from maxmeg.step import make_compute_copy, make_eval_step, make_gradients, make_train_step
 
@@ -46,7 +44,7 @@ FLOOR = 1e-9  # for gradients that are zero in exact arithmetic (a key's bias be
 
 CONTEXT = {"fsdp": 2, "context": 2, "fsdp_context": True, "tensor": 2}
 MODELS = {
-    "llama": {"attention.num_kv_heads": 1},
+    "llama": {"attention.num_kv_heads": 1, "attention.qk_norm": QkNorm.head},
     "everything": EVERYTHING | {"recompute": "full"},
     "no dropout": EVERYTHING | dict.fromkeys(DROPOUT, 0.0) | {"recompute": "full"},
     "dropout": DROPOUT,
@@ -66,6 +64,7 @@ LAYOUTS = [
             ("convolutions", {"data": 2, "fsdp": 2, "tensor": 2}, {"micro_batch_size": 2}),
             ("delta", CONTEXT, {"micro_batch_size": 2}),
             ("everything", {"data": 2, "fsdp": 4, "zero1": False}, {}),
+            ("everything", {"fsdp": 1}, {"micro_batch_size": 4}),
         )
     ),
 ]
@@ -82,13 +81,6 @@ def gradients(model: str | dict, parallel: dict, train: dict, dtype: DType = DTy
 @functools.cache
 def single_device(model: str, dtype: DType = DType.float32):
     return gradients(model, {"fsdp": 1}, {}, dtype)
-
-
-def same_rows(array: np.ndarray, reference: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Both cut to the rows they share: the padding of the vocabulary depends on tensor."""
-    rows = min(len(array), len(reference))
-    assert not array[rows:].any() and not reference[rows:].any()
-    return array[:rows], reference[:rows]
 
 
 @pytest.mark.slow
@@ -114,26 +106,6 @@ def test_products_beside_transfers_change_no_loss_or_gradient(model, parallel):
 def test_layout_equals_single_device(model, parallel, train):
     found = gradients(model, parallel, train)
     assert_equal_but_rounding(found, single_device(model), TOLERANCE, FLOOR)
-
-
-@pytest.mark.slow
-def test_bfloat16_gradients_are_summed_in_float32():
-    """Over microbatches and replicas: a gradient then differs from the single device's by about one
-    rounding. In bfloat16 it would be 0.0044 over 8 microbatches, 0.015 over 8 replicas."""
-    _, reference = single_device("everything", DType.bfloat16)
-    parallel, train = {"data": 2, "fsdp": 1}, {"micro_batch_size": 1}
-    _, found = gradients("everything", parallel, train, DType.bfloat16)
-    errors = []
-    for name, exact in reference.items():
-        a, b = same_rows(found[name], exact)
-        errors.append(np.linalg.norm(a - b) / np.linalg.norm(b))
-    assert 0 < np.median(errors) < BFLOAT16 and max(errors) < 3 * BFLOAT16
-
-
-@pytest.mark.slow
-def test_accumulation_equals_one_batch():
-    found = gradients("everything", {"fsdp": 1}, {"micro_batch_size": 4})
-    assert_equal_but_rounding(found, single_device("everything"), TOLERANCE, FLOOR)
 
 
 @pytest.mark.slow
@@ -164,8 +136,9 @@ def test_initial_state_is_bitwise_the_same_on_every_layout():
         states.append({name: np.asarray(array) for name, array in arrays.items()})
     for name in states[0]:
         a, b = states[0][name], states[1][name]
-        if a.ndim:
-            a, b = same_rows(a, b)
+        if a.ndim:  # the padding of the vocabulary depends on tensor
+            assert not a[len(b) :].any() and not b[len(a) :].any()
+            a, b = a[: len(b)], b[: len(a)]
         np.testing.assert_array_equal(a, b, err_msg=name)
 
 
@@ -189,47 +162,6 @@ def test_megatron_reduction_is_the_mean_of_microbatch_means():
 
     wanted = named_gradients(jax.jit(jax.grad(mean_of_means))(on_host(model)))
     assert_equal_but_rounding(({}, found), ({}, wanted), MEANS_TOLERANCE, FLOOR)
-
-
-def compiled(parallel: dict, micro_batch_size: int) -> str:
-    config = tiny(MLP_ONLY, {"micro_batch_size": micro_batch_size}, **parallel)
-    mesh = mesh_of(config)
-    optimizer, abstract = tiny_abstract(config, mesh)
-    step = make_train_step(config, mesh, optimizer, abstract)
-    return step.lower(abstract, tiny_batch(config, mesh), controls(mesh)).compile().as_text()
-
-
-def collectives(hlo: str, kind: str, in_loops: bool) -> int:
-    """Collectives of a kind that reduce arrays, within or outside the bodies of loops."""
-    hlo = re.sub(r"/\*.*?\*/", "", hlo)
-    bodies = set(re.findall(r"body=%?([\w.\-]+)", hlo))
-    count = 0
-    for block in re.split(r"\n(?=(?:ENTRY )?%?[\w.\-]+ \()", hlo):
-        name = re.match(r"(?:ENTRY )?%?([\w.\-]+) \(", block)
-        if name and (name[1] in bodies) == in_loops:
-            shapes = re.findall(rf"= ([^=\n]*?) {kind}(?:-start)?\(", block)
-            count += sum(
-                "[" in shape and not re.fullmatch(r"\w+\[\]\S*", shape) for shape in shapes
-            )
-    return count
-
-
-@pytest.mark.parametrize("zero1", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_gradients_are_reduced_once_whatever_the_number_of_microbatches(zero1):
-    kind = "reduce-scatter" if zero1 else "all-reduce"
-    layout = {"data": 4, "fsdp": 1, "zero1": zero1}
-    one, four = compiled(layout, 0), compiled(layout, 1)
-    assert "while(" in four
-    count = collectives(one, kind, in_loops=False)
-    assert collectives(four, kind, in_loops=False) == count > 0
-    assert zero1 or count == 1
-    if not zero1:
-        for kind in ("all-reduce", "reduce-scatter", "all-gather"):
-            assert collectives(four, kind, in_loops=True) == 0
-    rows = [planning.collectives(planning.parse(text), {"data": 4}) for text in (one, four)]
-    reduced = [sum(r.volume for r in each if r.kind == kind) for each in rows]
-    gathered = [sum(r.volume for r in each if r.kind == "all-gather") for each in rows]
-    assert reduced[0] == reduced[1] and gathered[0] == gathered[1]
 
 
 @pytest.mark.each_commit
@@ -366,17 +298,3 @@ def test_few_parameter_bytes_are_replicated(parallel):
     for array in jax.tree.leaves(abstract.model):
         sizes[array.sharding.is_fully_replicated] += array.size
     assert sizes[True] < 0.02 * sizes[False]
-
-
-@pytest.mark.slow
-def test_clipping_is_exact_under_sharding():
-    norms = []
-    for parallel in ({"fsdp": 1}, {"data": 2, "fsdp": 2, "tensor": 2}):
-        config = tiny({}, {}, **parallel)
-        config.optim.clip_norm = 0.01
-        mesh = mesh_of(config)
-        optimizer, abstract, state = tiny_state(config, mesh)
-        step = make_train_step(config, mesh, optimizer, abstract)
-        _, metrics = step(state, tiny_batch(config, mesh), controls(mesh))
-        norms.append(float(metrics["grad_norm"]))
-    assert norms[0] == pytest.approx(norms[1], rel=TOLERANCE)

@@ -106,7 +106,7 @@ HYBRIDS: dict[str, Fields] = {
         4096,
         (128, 64, 1, 128),
         {
-            "layers": "3(9(mamba,mlp) attention,mlp) *(mamba,mlp)",
+            "layers": "9(mamba,mlp) *(attention,mlp 8(mamba,mlp))",
             "num_layers": 32,
             "mlp.ffn_size": 14336,
         },

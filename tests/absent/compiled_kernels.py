@@ -1,4 +1,4 @@
-"""Our Mosaic kernels compiled in a process of their own, for an H100 that is not here."""
+"""Our kernels compiled in a process of their own, for a GPU that is not here."""
 
 import dataclasses
 import json
@@ -19,14 +19,15 @@ SHORTER = {f"{model}-{length}k" for model in ("gpt", "llama", "mha") for length 
 SIMILAR = {"llama-16k", "llama4-16k-chunks", "phi3-4k"}
 ATTENTION_SHAPES = [name for name in TUNED_SHAPES if name not in SHORTER | SIMILAR]
 
-# What programs for `output_of` begin with; their first argument is the folder of the reports.
+# What programs for `output_of` begin with, after GPU = "..."; their first argument is the folder of
+# the reports.
 HEADER = """
 import json, os, pathlib, sys
 import jax, jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from maxmeg.planning.absent import absent_gpus
 
-mesh = Mesh(absent_gpus("h100", 1), ("one",))
+mesh = Mesh(absent_gpus(GPU, 1), ("one",))
 
 def array(*shape, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
@@ -58,10 +59,10 @@ class Kernel:
     shared: int  # bytes
 
 
-def output_of(program: str, *arguments: str) -> list:
+def output_of(program: str, *arguments: str, gpu: str = "h100") -> list:
     """The lines of JSON that HEADER and `program` print."""
     done = subprocess.run(
-        [sys.executable, "-c", HEADER + program, *arguments],
+        [sys.executable, "-c", f"GPU = {gpu!r}\n{HEADER}{program}", *arguments],
         env={**absent_environment(), "MOSAIC_GPU_DUMP_PTXAS": "1"},
         cwd=REPOSITORY,
         capture_output=True,

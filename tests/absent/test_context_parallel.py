@@ -47,7 +47,9 @@ def compiled(config: Config) -> tuple[Compiled, Analytic, str]:
 
 
 def sent(report: Compiled, planned: Analytic, kind: str, share: float = 1.0) -> list:
-    """Collectives of this kind, which are as planned. share: of their bytes that leave a device."""
+    """Return the compiled collectives of one kind, after comparing them with the plan.
+
+    share: fraction of their bytes that a device sends to others."""
     rows = [row for row in report.collectives if row.kind == kind]
     assert {row.axes for row in rows} == {("context",)}
     expected = [row for row in planned.traffic if row.kind == kind]

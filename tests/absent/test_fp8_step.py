@@ -79,7 +79,7 @@ def test_every_projection_makes_three_products_in_eight_bits(name, recipe: str, 
 
 
 def projections(name: str) -> int:
-    """Of a layer: experts' are in a first round of rows and in later ones."""
+    """Return a layer's number of projections; experts run three, in first and in later rounds."""
     return CASES[name][2] + (2 * 3 if name == "experts" else 0)
 
 

@@ -2,41 +2,27 @@
 
 import dataclasses
 import importlib.metadata
-import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from absent.compiled_kernels import ATTENTION_SHAPES
+from absent.compiled_kernels import ATTENTION_SHAPES, MIB, output_of
 
 from maxmeg.kernels.attention import TUNED_SHAPES
-from maxmeg.runtime.gpu_environment import absent_environment
 
-REPOSITORY = Path(__file__).parents[2]
 SHARED_MEMORY = 101_376  # bytes that a program can have on every GPU of capability 8.x and newer
 ARCHITECTURE = {"a100": "sm_80", "h100": "sm_90a"}
 NAMES = {"a100": ATTENTION_SHAPES[::3], "h100": ["mistral-16k-window"]}
 CASES = [(gpu, name) for gpu, names in NAMES.items() for name in names]
 KERNELS = [f"triton_flash_{name}" for name in ("forward", "key_gradients", "query_gradient")]
 SPILLED = {("gemma-4k-softcap", KERNELS[0]): 32}  # bytes a thread at most; none elsewhere
-MIB = 2**20
 
 COMPILE = """
-import json, os, sys
-import jax, jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from maxmeg.kernels.attention import TUNED_SHAPES
 from maxmeg.kernels.attention_triton import flash_attention
-from maxmeg.planning.absent import absent_gpus
 
-mesh = Mesh(absent_gpus(sys.argv[2], 1), ("one",))
-
-def array(*shape, dtype=jnp.bfloat16):
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
-
-for name in sys.argv[3:]:
+for name in sys.argv[2:]:
     case = TUNED_SHAPES[name]
     B, L, K, V = case.batch, case.length, case.head_dim, case.value_dim or case.head_dim
     qkv = [array(B, L, case.heads, K), array(B, L, case.key_heads, K)]
@@ -73,16 +59,7 @@ def compiled(tmp_path_factory) -> dict[tuple[str, str], tuple[int, list[Kernel]]
     actual = {}
     for gpu, names in NAMES.items():
         folder = tmp_path_factory.mktemp(gpu)
-        done = subprocess.run(
-            [sys.executable, "-c", COMPILE, str(folder), gpu, *names],
-            env=absent_environment(),
-            cwd=REPOSITORY,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
-        for line in filter(lambda line: line.startswith("{"), done.stdout.splitlines()):
-            row = json.loads(line)
+        for row in output_of(COMPILE, str(folder), *names, gpu=gpu):
             kernels = kernels_in(folder / row["name"], ARCHITECTURE[gpu])
             actual[gpu, row["name"]] = (row["temporaries"], kernels)
     return actual

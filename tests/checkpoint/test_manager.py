@@ -2,7 +2,7 @@
 
 import logging
 import os
-import signal
+import shutil
 import socket
 import subprocess
 import sys
@@ -320,64 +320,15 @@ def test_a_failure_in_the_background(tmp_path, caplog, monkeypatch):
     assert checkpointer.steps() == [3]
 
 
-@pytest.fixture
-def run_python():
-    """Starts a Python process; ends with the test."""
-    children = []
-
-    def run(code, *arguments, **environment):
-        code = "import sys, jax, jax.numpy as jnp\n" + textwrap.dedent(code)
-        child = subprocess.Popen(
-            [sys.executable, "-c", code, *map(str, arguments)],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        children.append(child)
-        return child
-
-    yield run
-    for child in children:
-        child.kill()
-        child.wait()
-        child.stdout.close()
-
-
-def test_full_disk_and_kill(tmp_path, run_python):
-    """A disk that takes no more, then SIGKILL in the middle of the next save."""
-    child = run_python(
-        """
-        import resource, time
-        from maxmeg.checkpoint import manager, storage
-        checkpointer = manager.Checkpointer(sys.argv[1])
-        big = {"w": jnp.arange(1 << 20, dtype=jnp.float32)}
-        assert checkpointer.save(1, big, {"step": 1}) and checkpointer.wait()
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, -1))
-        assert checkpointer.save(2, big, {}) and not checkpointer.wait()
-        resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
-        manager.integrity.write_manifest = lambda *_: (print("now", flush=True), time.sleep(600))
-        checkpointer.save(3, big, {})
-        checkpointer.wait()
-        """,
-        tmp_path,
-    )
-    output = []
-    for line in child.stdout:
-        output.append(line)
-        if line == "now\n":
-            break
-    child.send_signal(signal.SIGKILL)
-    child.wait()
-    output = "".join(output)
-    assert "STEP 2 WAS NOT SAVED" in output and "File too large" in output, output
-    assert sorted(os.listdir(tmp_path)) == ["step_00000001", "step_00000003.tmp"]
-    checkpointer = Checkpointer(tmp_path)
-    wanted = {"w": jax.ShapeDtypeStruct((1 << 20,), jnp.float32)}
-    step, tree, _ = restore_latest(checkpointer, wanted)
-    assert step == 1 and np.array_equal(tree["w"], np.arange(1 << 20, dtype=np.float32))
-    assert checkpointer.save(4, tree, {}) and checkpointer.wait()
-    assert sorted(os.listdir(tmp_path)) == ["step_00000001", "step_00000004"]
+def test_a_save_that_was_interrupted_is_no_checkpoint(two_steps):
+    """As SIGKILL leaves it. The next save deletes it."""
+    checkpointer, trees = two_steps
+    left = checkpointer.folder / "step_00000003.tmp"
+    shutil.copytree(checkpointer.folder / "step_00000002", left)
+    assert checkpointer.steps() == [1, 2]
+    assert restore_latest(checkpointer, abstract(trees[2]))[0] == 2
+    assert checkpointer.save(4, trees[2], {}) and checkpointer.wait()
+    assert not left.exists()
 
 
 def test_rejects_what_cannot_be_saved(tmp_path):
@@ -402,7 +353,7 @@ def test_rejects_what_cannot_be_saved(tmp_path):
 
 
 MULTI_PROCESS = """
-    import json, os
+    import json, os, sys, jax
     index, port, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_num_cpu_devices", 2)
@@ -447,13 +398,17 @@ MULTI_PROCESS = """
 """
 
 
-def test_two_processes(tmp_path, run_python):
+def test_two_processes(tmp_path):
     """Both write; a failure of one is known to both; a third reads what they wrote."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "XLA_FLAGS": ""}
+    command = [sys.executable, "-c", textwrap.dedent(MULTI_PROCESS)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     children = [
-        run_python(MULTI_PROCESS, index, port, tmp_path, XLA_FLAGS="") for index in range(2)
+        subprocess.Popen([*command, str(index), str(port), tmp_path], env=environment, **pipes)
+        for index in range(2)
     ]
     for index, child in enumerate(children):
         output, _ = child.communicate(timeout=120)

@@ -16,7 +16,6 @@ from maxmeg.parallel.mesh import AXES, make_mesh
 from maxmeg.pipeline.layout import arrange
 
 LAYOUTS = [
-    (8, 2, (4, 4)),
     (8, 2, (2, 2, 2, 2)),
     (8, 4, (1, 3, 3, 1)),
     (7, 2, (2, 2, 2, 1)),

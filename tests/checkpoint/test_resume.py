@@ -1,7 +1,6 @@
 """What a run resumes, and `load_run` loads, beside damaged files and several processes."""
 
 import functools
-import logging
 import os
 import shutil
 import threading
@@ -11,6 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from key_value_store import KeyValueStore
 from layouts import mesh_of, tiny
 
 from maxmeg.checkpoint import manager
@@ -76,40 +76,21 @@ def manifest_of(run, step):
     return run / CHECKPOINTS / f"step_{step:08d}" / "manifest.json"
 
 
-def damages(data: bytes, count: int):
+def damages(data: bytes):
     """Damaged manifests; None: the file is deleted."""
-    rng = np.random.default_rng(0)
+    flipped = bytearray(data)
+    flipped[len(data) // 2] ^= 4
     yield from [None, b"", b"{}", b"[]", b"null", data[:-1], data + b" ", b"\xff" * len(data)]
-    for _ in range(count):
-        flipped = bytearray(data)
-        flipped[rng.integers(len(data))] ^= 1 << rng.integers(8)
-        yield bytes(flipped)
-        yield data[: rng.integers(len(data))]
-        yield data.replace(b"32", b"64", 1)
+    yield from [bytes(flipped), data[: len(data) // 2], data.replace(b"32", b"64", 1)]
 
 
-def write(path, data):
-    path.unlink() if data is None else path.write_bytes(data)
-
-
-@pytest.mark.slow
-def test_no_damage_to_the_newest_manifest_stops_a_resume_or_a_load(run, caplog):
-    caplog.set_level(logging.CRITICAL, "maxmeg")
-    path, abstract, checkpoints = manifest_of(run, 2), abstract_of(), run / CHECKPOINTS
-    intact = path.read_bytes()
-    for number, data in enumerate(damages(intact, 30)):
-        write(path, data)
+def test_no_damage_to_the_newest_manifest_stops_a_load(run):
+    path, checkpoints = manifest_of(run, 2), run / CHECKPOINTS
+    for data in damages(path.read_bytes()):
+        path.unlink() if data is None else path.write_bytes(data)
         actual = Checkpointer(checkpoints).latest(lambda step, manifest: (step, manifest.metadata))
         assert actual is not None and actual[0] == actual[1]["step"] == 1, data
         assert open_run(run).metadata["step"] == 1
-        if number < 6:  # reads the arrays as well
-            begun = resume(config_of(), Checkpointer(checkpoints), abstract, TOKENIZER)
-            assert begun is not None
-            assert (begun.step, begun.metadata["step"]) == (1, 1)
-            assert load_run(str(run)).step == 1
-        path.write_bytes(intact)
-    begun = resume(config_of(), Checkpointer(checkpoints), abstract, TOKENIZER)
-    assert begun is not None and begun.step == 2
 
 
 def test_config_and_weights_are_of_one_checkpoint(saved, tmp_path):
@@ -178,30 +159,6 @@ def test_one_line_is_printed_if_all_checkpoints_are_damaged(run, capsys):
         error = capsys.readouterr().err
         assert ended.value.code == 2 and error.count("\n") == 1, error
         assert error.startswith("error: ") and "manifest.json" in error
-
-
-class KeyValueStore:
-    """The coordinator's store, among threads."""
-
-    def __init__(self):
-        self.values, self.changed = {}, threading.Condition()
-
-    def key_value_set(self, key, value):
-        with self.changed:
-            assert key not in self.values, key
-            self.values[key] = value
-            self.changed.notify_all()
-
-    def blocking_key_value_get(self, key, timeout):
-        with self.changed:
-            if not self.changed.wait_for(lambda: key in self.values, timeout / 1000):
-                raise jax.errors.JaxRuntimeError(f"no {key}")
-            return self.values[key]
-
-    def key_value_delete(self, prefix):
-        with self.changed:
-            for key in [key for key in self.values if key.startswith(f"{prefix}/")]:
-                del self.values[key]
 
 
 @pytest.fixture

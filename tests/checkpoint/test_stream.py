@@ -208,12 +208,8 @@ def test_casts_exactly_and_pads_with_zeros(tmp_path, block_bytes):
 
 W, B, U = (f"model/stack/groups/0/{name}" for name in ("w", "b", "experts/up"))
 MISTAKES = {
-    "unknown tensor": (lambda w, v: w.write("model/wv", v[W]), "model/wv was not announced"),
     "no such entry": (lambda w, v: w.write(W, v[W][0], 3), "has no entry 3"),
-    "negative entry": (lambda w, v: w.write(W, v[W][0], -1), "has no entry -1"),
-    "entry of a scalar": (lambda w, v: w.write("step", v["step"], 0), "has no entry 0"),
     "shape": (lambda w, v: w.write(W, v[W][0].T, 0), r"float32\[5, 7\]: expected float32\[7, 5\]"),
-    "short": (lambda w, v: w.write(W, v[W][0, :3], 0), r"float32\[3, 5\]"),
     "dtype": (
         lambda w, v: w.write("model/half", v["model/half"].astype("f4")),
         "expected bfloat16",
@@ -222,11 +218,6 @@ MISTAKES = {
         lambda w, v: [w.write(B, v[B][1], 1) for _ in range(2)],
         "entry 1, is written twice",
     ),
-    "whole twice": (
-        lambda w, v: [w.write(B, v[B]) for _ in range(2)],
-        "as a whole, is written twice",
-    ),
-    "whole and entry": (lambda w, v: [w.write(B, v[B]), w.write(B, v[B][0], 0)], "written twice"),
     "entry and whole": (lambda w, v: [w.write(B, v[B][0], 0), w.write(B, v[B])], "written twice"),
     "missing": (
         lambda w, v: w.write(B, v[B][0], 0),
@@ -236,12 +227,6 @@ MISTAKES = {
     "layer and expert": (
         lambda w, v: [w.write(U, v[U][0], 0), w.write(U, v[U][0, 1], (0, 1))],
         "entry 0, 1, is written twice",
-    ),
-    "missing experts": (
-        lambda w, v: (
-            [w.write(path, v[path]) for path in v if path != U] + [w.write(U, v[U][0, 1], (0, 1))]
-        ),
-        r"1 tensors are not written: .*up \(has 1 of 6",
     ),
 }
 

@@ -1,19 +1,13 @@
 """Config files that return an ml_collections.ConfigDict, right and wrong."""
 
-import dataclasses
-
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from ml_collections import ConfigDict, FrozenConfigDict
 
-from maxmeg.config import config_dict, files, flags
+from maxmeg.config import flags
 from maxmeg.config.errors import is_for_user
 from maxmeg.config.model import DType
 from maxmeg.config.schema import Config, LrDecay
-from maxmeg.config.setting import get, walk, with_fields
+from maxmeg.config.setting import with_fields
 
-DEFAULTS = {path: value for path, value, _ in walk(Config())}
 RIGHT = """
 config.model = ConfigDict(dict(num_layers=2, hidden_size=64, dtype="bfloat16"))
 config.optim = {"lr": 1, "decay": LrDecay.linear}
@@ -24,12 +18,8 @@ config.train = FrozenConfigDict(dict(batch_rampup=[8, 8, 300000]))
 config.seed = int(size or 3)
 """
 WRONG = {
-    'config.optim = {"Lr": 3e-4}': "unknown field optim.Lr: did you mean optim.lr",
     'config.learning_rate = "3"': "unknown field learning_rate: did you mean optim.lr",
-    'config.optim = {"lr": "fast"}': "optim.lr='fast' (str): expected a finite number",
-    'config.model = {"dtype": "bf16"}': "one of float32, bfloat16, float16; did you mean bfloat16",
     'config.data = {"paths": [{"a": 1}]}': "data.paths[0]=",
-    'config.data = {"paths": ["a", 1]}': "data.paths[1]=1 (int): expected a string",
     "config.model = 3": "model=3 (int): expected a section of named fields",
     "config.seed = placeholder(int)": "seed is None or an unset placeholder: set it, or leave it",
     "config.model = required_placeholder(int)": "model is None or an unset placeholder",
@@ -74,29 +64,6 @@ def test_sections_references_names_and_lists(load):
     assert load("") == load("config.encoder = None") == Config()
 
 
-@settings(max_examples=10, deadline=None)
-@given(st.sets(st.sampled_from(sorted(DEFAULTS)), max_size=30), st.booleans())
-def test_a_config_dict_of_any_settings_is_the_config(paths, frozen):
-    """Numbers, texts, booleans, names and lists that are not the defaults."""
-    config = with_fields(Config(), {path: other_than(DEFAULTS[path], path) for path in paths})
-    written = (FrozenConfigDict if frozen else ConfigDict)(files.to_dict(config))
-    assert config_dict.to_config(written) == config
-    assert not paths or config != Config()
-
-
-def other_than(value, path):
-    if isinstance(value, bool):
-        return not value
-    if isinstance(value, tuple):
-        kind = files.leaves(Config)[path].__args__[0]
-        return (*value, kind("7"))
-    if isinstance(value, str):
-        return value + "x"
-    if isinstance(value, int | float):
-        return value + type(value)(1)
-    return next(member for member in type(value) if member is not value)
-
-
 @pytest.mark.parametrize("line", WRONG)
 def test_mistakes_are_one_line(load, line):
     with pytest.raises(ValueError) as raised:
@@ -109,12 +76,3 @@ def test_mistakes_are_one_line(load, line):
 def test_a_locked_config_dict_refuses_a_misspelt_field_in_its_line(load):
     with pytest.raises(ValueError, match=r'run.py:\d+: AttributeError: .Key "see" does not'):
         load("config.lock()\nconfig.see = 3")
-
-
-def test_the_mixture_of_experts_is_gpt_with_experts():
-    """configs/moe.py, which is written as a ConfigDict."""
-    gpt, moe = (flags.parse(["prog", f"--config=configs/{name}.py"])[0] for name in ("gpt", "moe"))
-    changed = {change.partition(" ")[0] for change in files.changes(gpt, moe)}
-    others = {"moe.bias_balancing", "moe.ffn_size", "moe.sequence_aux_loss", "layers"}
-    assert changed == {"run_dir", *(f"model.{name}" for name in others)}
-    assert get(moe, "model.moe.num_experts") == 8 and dataclasses.is_dataclass(moe)

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from written_settings import values_of
 
 from maxmeg.config.context import context_problems, inner_of, strategies, strategy_of
 from maxmeg.config.model import ModelConfig
@@ -11,52 +12,44 @@ from maxmeg.config.setting import with_fields
 
 HEADS = {"attention.num_heads": 8}
 MIXED = HEADS | {"layers": "*(local,mlp attention,mlp)", "attention.window": 16}
-CASES = {  # settings, length, tensor, words of the only problem; none
-    "fits": (HEADS, {"context": 4}, 64, 2, ""),
-    "odd": (HEADS, {"context": 3}, 48, 1, ""),
-    "length": (HEADS, {"context": 4}, 100, 1, r"=100 cannot.*multiple of 8, nearest 96 and 104"),
-    "tensor": (HEADS, {"context": 2}, 36, 8, r"multiple of 16, nearest 32 and 48"),
-    "more ranks than chunks": (HEADS, {"context": 8}, 8, 1, r"multiple of 16, nearest 16"),
-    "kinds": (MIXED, {"context": 2, "context_strategy": "local=ring,attention=gather"}, 64, 1, ""),
-    "no such strategy": (HEADS, {"context": 2, "context_strategy": "rnig"}, 64, 1, "'rnig'.*ring"),
-    "no such kind": (
-        *(HEADS, {"context": 2, "context_strategy": "local=ring"}, 64, 1),
-        r"no mixer 'local'; those that attend are attention",
+CONVOLVED = {"layers": "*(conv,mlp attention,mlp)"}
+CASES = [  # model, settings of `parallel`, length, tensor, words of the only problem; none
+    (HEADS, "context=4", 64, 2, ""),
+    (HEADS, "context=3", 48, 1, ""),
+    (HEADS, "context=4", 100, 1, r"=100 cannot.*multiple of 8, nearest 96 and 104"),
+    (HEADS, "context=2", 36, 8, r"multiple of 16, nearest 32 and 48"),
+    (HEADS, "context=8", 8, 1, r"multiple of 16, nearest 16"),
+    (MIXED, "context=2; context_strategy=local=ring,attention=gather", 64, 1, ""),
+    (HEADS, "context=2; context_strategy=rnig", 64, 1, "'rnig'.*ring"),
+    (
+        HEADS,
+        "context=2; context_strategy=local=ring",
+        64,
+        1,
+        "no mixer 'local'; those .*attention",
     ),
-    "heads": (
-        *(HEADS, {"context": 3, "context_strategy": "exchange"}, 48, 1),
-        r"8 query heads of a device .* not divisible by the 3 devices .* one of 1, 2, 4, 8",
+    (HEADS, "context=3; context_strategy=exchange", 48, 1, "8 query heads .* 3 dev.* 1, 2, 4, 8"),
+    (HEADS, "context=4; context_strategy=hierarchy; context_inner=3", 64, 1, "=3 is no .*it in 2$"),
+    (HEADS, "context=4; context_inner=2", 64, 1, "is for .*=hierarchy"),
+    (HEADS, "context=3; context_strategy=hierarchy", 48, 1, "no number of devices in a node, .*=3"),
+    (HEADS, "context=2; context_chunks=4", 64, 1, ""),
+    (HEADS, "context=2; context_chunks=5", 64, 1, "5 chunks.* of 10, near"),
+    (
+        HEADS,
+        "context=2; context_chunks=4; context_strategy=ring",
+        64,
+        1,
+        "4 is for .*not for ring",
     ),
-    "inner": (
-        *(HEADS, {"context": 4, "context_strategy": "hierarchy", "context_inner": 3}, 64, 1),
-        r"context_inner=3 is no divisor of parallel.context=4 .*choose it in 2$",
-    ),
-    "inner alone": (HEADS, {"context": 4, "context_inner": 2}, 64, 1, "is for .*=hierarchy"),
-    "no hierarchy": (
-        *(HEADS, {"context": 3, "context_strategy": "hierarchy"}, 48, 1),
-        r"no number of devices in a node, between 1 and parallel.context=3",
-    ),
-    "owners": (HEADS, {"context": 2, "context_chunks": 4}, 64, 1, ""),
-    "owners, length": (HEADS, {"context": 2, "context_chunks": 5}, 64, 1, "5 chunks.* of 10, near"),
-    "owners in a ring": (
-        *(HEADS, {"context": 2, "context_chunks": 4, "context_strategy": "ring"}, 64, 1),
-        r"context_chunks=4 is for context_strategy=gather.* not for ring",
-    ),
-    "owners, convolution": (
-        *({"layers": "*(conv,mlp attention,mlp)"}, {"context": 2, "context_chunks": 4}, 64, 1),
-        r"context_chunks=4 gives .* has convolutions or states.* set context_chunks=0",
-    ),
-    "convolution": (
-        *({"layers": "*(conv,mlp)", "conv.kernel_size": 4}, {"context": 4}, 16, 1),
-        r"kernel_size=4 reads more than the 2 tokens of a chunk",
-    ),
-}
+    (CONVOLVED, "context=2; context_chunks=4", 64, 1, "convolutions or states.* context_chunks=0"),
+    (CONVOLVED | {"conv.kernel_size": 4}, "context=4", 16, 1, "=4 reads more than the 2 tokens"),
+]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_broken_rule_is_the_only_problem(name):
-    fields, parallel, length, tensor, words = CASES[name]
-    model, parallel = with_fields(ModelConfig(), fields), ParallelConfig(**parallel)
+@pytest.mark.parametrize(("fields", "settings", "length", "tensor", "words"), CASES)
+def test_a_broken_rule_is_the_only_problem(fields, settings, length, tensor, words):
+    model = with_fields(ModelConfig(), fields)
+    parallel = ParallelConfig(**values_of(settings, ParallelConfig))
     problems = list(context_problems(model, parallel, length, tensor))
     assert len(problems) == bool(words), problems
     assert not words or re.search(words, problems[0]), problems

@@ -10,7 +10,6 @@ from maxmeg.config.layers import (
     one_layer,
     parse,
     places,
-    stage_layers,
     written,
 )
 
@@ -106,8 +105,3 @@ def test_an_mtp_layer_is_one_layer(pattern):
 def test_other_patterns_are_refused_by_the_setting_of_mtp(pattern):
     with pytest.raises(ValueError, match=r"^model\.mtp\.layers='.*; .* describes one layer"):
         one_layer(pattern)
-
-
-def test_stages_of_a_hybrid_string():
-    assert stage_layers("*-*|-*|-") == (3, 2, 1)
-    assert stage_layers("*-*-") == stage_layers("*(attention,mlp)") == ()

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import threading
 
 import numpy as np
 import pytest
@@ -10,24 +11,46 @@ from maxmeg.data.chat import template, template_child
 from maxmeg.data.corpus.indexed import IndexedWriter
 
 
+class Store:
+    """An S3 server on loopback that can cut its answers in the middle."""
+
+    def __init__(self) -> None:
+        from moto.server import DomainDispatcherApplication, create_backend_app
+        from werkzeug.serving import make_server
+
+        self.cuts = 0  # answers of objects that will be cut
+        self.asked: list[str] = []  # ranges of objects that were asked for
+        self._application = DomainDispatcherApplication(create_backend_app)
+        self.server = make_server("127.0.0.1", 0, self, threaded=True)
+
+    def __call__(self, environ, start_response):
+        answer = self._application(environ, start_response)
+        if environ["REQUEST_METHOD"] == "GET" and "HTTP_RANGE" in environ:
+            self.asked.append(environ["HTTP_RANGE"])
+            if self.cuts:
+                self.cuts -= 1
+                body = b"".join(answer)
+                return [body[: len(body) // 2]]
+        return answer
+
+
 @pytest.fixture(scope="module")
 def s3():
-    """The address of an S3 server on loopback, which the environment names."""
+    """A server that the environment names."""
     import s3fs
-    from moto.server import ThreadedMotoServer
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
+    store = Store()
+    threading.Thread(target=store.server.serve_forever, daemon=True).start()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{store.server.port}")
         patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
             patch.setenv(name, "x")
-        yield host, port
+        yield store
         s3fs.S3FileSystem.clear_instance_cache()
-    server.stop()
+    store.server.shutdown()
+    store.server.server_close()
 
 
 @pytest.fixture

@@ -78,11 +78,6 @@ def test_pieces_side_by_side_are_the_whole(monkeypatch, members, run_in):
         assert bool(again) or run_in == 40
 
 
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=8))
-def test_exhaustive_turns_take_everything(sizes):
-    assert np.bincount(exhaustive_index(sizes), minlength=len(sizes)).tolist() == sizes
-
-
 @pytest.mark.parametrize("size", [1, 7, 8, 100, 4096, 10000])
 def test_a_batch_holds_the_members_next_samples(monkeypatch, size):
     monkeypatch.setattr(blending, "_BLOCK", 8)

@@ -1,26 +1,21 @@
 """Checksums of datasets: any damage is found and named, none is found where there is none."""
 
-import itertools
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from maxmeg.data.corpus import checksum
 from maxmeg.data.corpus.checksum import (
-    BlockSums,
     FileSums,
     Sums,
     create_sums,
     read_sums,
-    sums_of_file,
 )
 from maxmeg.data.corpus.indexed import IndexedDataset, IndexedWriter
 
-DOCUMENTS = 200
-LENGTH = 5000  # 2 MB in all: two blocks
+DOCUMENTS = 4
+LENGTH = 786_432  # uint16: each document is 1.5 blocks of 2^20 bytes
 
 
 @pytest.fixture
@@ -39,20 +34,6 @@ def flip(path: Path, byte: int) -> None:
         file.write(bytes([old ^ 16]))
 
 
-@settings(max_examples=60)
-@given(st.binary(max_size=60), st.lists(st.integers(0, 60), max_size=5), st.integers(1, 20))
-def test_a_stream_in_any_parts_has_the_sums_of_its_file(tmp_path_factory, data, cuts, block_bytes):
-    stream, bounds = BlockSums(block_bytes), sorted([0, *cuts, 60])
-    for begin, end in itertools.pairwise(bounds):
-        stream.update(data[begin:end])
-    path = tmp_path_factory.mktemp("stream") / "x"
-    path.write_bytes(data)
-    actual, expected = stream.finish(), sums_of_file(path, block_bytes)
-    assert actual.size == expected.size == len(data)
-    assert actual.blocks.tolist() == expected.blocks.tolist()
-    assert len(actual.blocks) == -(-len(data) // block_bytes)
-
-
 def test_the_writers_sums_are_those_of_its_files(corpus):
     written = Path(f"{corpus}.sums").read_bytes()
     IndexedDataset(corpus).verify()
@@ -63,11 +44,10 @@ def test_the_writers_sums_are_those_of_its_files(corpus):
 
 def test_damage_is_named_with_its_documents(corpus):
     flip(Path(f"{corpus}.bin"), (1 << 20) + 17)
-    # 2^20 bytes are 524,288 tokens: block 1 begins in document 104 and ends with the file.
-    with pytest.raises(ValueError, match=r"in 1 blocks; bytes \[1048576, 2000000\).*104 to 199"):
+    with pytest.raises(ValueError, match=r"in 1 blocks; bytes \[1048576, 2097152\).*0 to 1: it"):
         IndexedDataset(corpus).verify()
     flip(Path(f"{corpus}.bin"), 0)
-    with pytest.raises(ValueError, match=r"in 2 blocks.*documents 0 to 104"):
+    with pytest.raises(ValueError, match=r"in 2 blocks.*documents 0 to 0; bytes"):
         IndexedDataset(corpus).verify()
 
 

@@ -127,15 +127,13 @@ def test_what_cannot_be_trained_is_explained(tmp_path, capsys, write_lines):
     command += ["--model=bpe", "--vocab_size=300"]
     for words, message in (
         ([f"--input={tmp_path}/none"], "none does not exist and matches no file"),
-        (["--vocab_size=200"], "leaves no room beside 257 tokens"),
         (["--max_mb=-1"], "max_mb=-1.0 must be positive"),
         (["--model=wordpiece", "--input=-"], "which is impossible for -"),
     ):
         assert preprocess.main([*command, *words]) == 2
         assert message in capsys.readouterr().err
-    for word, message in (("--vocabsize=9", "--vocab_size"), ("--models=bpe", "--model")):
-        assert preprocess.main([*command, word]) == 2
-        assert f"did you mean {message}?" in capsys.readouterr().err
+    assert preprocess.main([*command, "--vocabsize=9"]) == 2
+    assert "did you mean --vocab_size?" in capsys.readouterr().err
 
 
 def test_placeholders_are_tokens_where_they_are_asked_for(tmp_path, capsys, write_lines):

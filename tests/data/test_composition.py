@@ -75,15 +75,6 @@ def test_uses_of_packed_documents_are_counted(config):
     assert " - " in composition_text([train])
 
 
-def test_settings_that_a_run_refuses_are_refused(config):
-    config.data.split = "0,1,0"
-    with pytest.raises(ValueError, match="leaves no sequence for train"):
-        uses_of(config)
-    config.data.split, config.data.tokenizer = "1,0,0", "null:50"
-    with pytest.raises(ValueError, match="not in the vocabulary"):
-        uses_of(config)
-
-
 def test_the_balance_of_attention_over_context_is_reported():
     """Rows of one long document and many short ones."""
     segments = np.tile(np.r_[np.zeros(32), np.arange(1, 33)].astype(np.int32), (6, 1))

@@ -1,17 +1,12 @@
-"""The default corpus: which files, in which order, made by several processes at once."""
+"""The default corpus: which files, in which order, and where it is kept."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-import maxmeg
 from maxmeg.data.corpus.indexed import IndexedDataset
 from maxmeg.data.prepare import standard_library as module
 from maxmeg.data.prepare.standard_library import source_files, standard_library
-
-ROOT = Path(maxmeg.__file__).parents[1]
 
 
 @pytest.fixture
@@ -33,26 +28,6 @@ def test_order_is_fixed_and_mixed():
 def test_a_folder_without_sources_is_explained(tmp_path):
     with pytest.raises(ValueError, match=r"data\.paths"):
         source_files(tmp_path)
-
-
-def test_processes_that_start_at_once_agree(tmp_path):
-    code = (
-        "import sys; from maxmeg.data.prepare.standard_library import standard_library as s; "
-        "from maxmeg.data.corpus.indexed import IndexedDataset as d; "
-        "print(d(s(sys.argv[1], 'bytes')).num_tokens)"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path / "cache")]
-    runs = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
-        for _ in range(2)
-    ]
-    counts = set()
-    for run in runs:
-        out, err = run.communicate(timeout=120)
-        assert run.returncode == 0, err.decode()
-        counts.add(int(out))
-    assert len(counts) == 1
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["standard_library-bytes"]
 
 
 def test_a_damaged_cache_is_named(tmp_path, few_files):

@@ -51,13 +51,10 @@ def corpora_of(dataset, count: int) -> list[float]:
     return (np.bincount(tokens[:, 0] // 100, minlength=3) / count).tolist()
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_weights_are_kept_at_every_length(three, order):
-    config = settings(three, ("3", "b", "1", "a"), split="1", order=order)
-    blend = opened(config, 0, 400)
-    for count in (4, 40, 400):
-        assert corpora_of(blend, count) == [0.25, 0.75, 0]
-    assert opened(config, 0).samples_per_epoch == (9 * 40 - 1 + 9 * 20 - 1) // 4 + 1
+def test_weights_are_kept_over_as_many_samples_as_the_corpora_have(three):
+    blend = opened(settings(three, ("3", "b", "1", "a"), split="1"), 0)
+    assert blend.samples_per_epoch == (9 * 40 - 1 + 9 * 20 - 1) // 4 + 1
+    assert corpora_of(blend, 40) == [0.25, 0.75, 0]
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -130,17 +127,6 @@ def test_a_plain_file_is_cut_by_split(three, tmp_path):
         assert (rows[0].max() < 116) == (index == 0)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_samples_depend_only_on_seed_and_corpus(three, order):
-    """The same of any size of batch, and from any sample on."""
-    config = settings(three, ("0.6", "a", "0.4", "b"), order=order)
-    one, two = opened(config, 0, 90), opened(config, 0, 90)
-    whole = one.batch(np.arange(90))["tokens"]
-    parts = [two.batch(np.arange(i, min(i + 7, 90)))["tokens"] for i in range(0, 90, 7)]
-    assert np.array_equal(np.concatenate(parts), whole)
-    assert not np.array_equal(opened(config, 0, 90, seed=4).batch(np.arange(90))["tokens"], whole)
-
-
 def test_sets_without_documents_are_explained(three, tmp_path):
     for items in (("a", "c"), ("1", "a", "1", "c")):
         config = settings(three, items, split="90,10")
@@ -201,22 +187,16 @@ def test_samples_that_a_run_asks_for():
     [
         ({"paths": ("a",), "blend": "b"}, "data.paths and data.blend both name corpora"),
         ({"paths": ("a",), "train_paths": ("b",)}, "data.paths and data.train_paths both"),
-        ({"blend": "a", "train_paths": ("b",)}, "data.blend and data.train_paths both"),
         ({"validate_each": True}, "data.validate_each=True needs data.validation_paths"),
         ({"test_paths": ("b",)}, "data.test_paths without data.train_paths"),
-        ({"blend_surplus": -0.1}, "data.blend_surplus=-0.1 must be at least 0"),
         (MOCK | {"paths": ("a",)}, "data.paths and data.mock both name corpora"),
-        (MOCK | {"train_paths": ("a",)}, "data.mock and data.train_paths both name corpora"),
         (MOCK | {"packing": Packing.greedy}, "data.mock=True is for data.objective=gpt"),
-        (MOCK | {"objective": Objective.sft}, "data.mock=True is for data.objective=gpt"),
         ({"objective": Objective.sft}, "needs chats: set data.paths=FILE.jsonl"),
         ({"objective": Objective.sft, "blend": "x.yaml"}, "data.blend is for .bin/.idx files"),
         (SFT | {"eod_mask_loss": True}, "data.eod_mask_loss=True is for samples"),
         ({"packing": Packing.greedy, "reset_attention_mask": True}, "keep documents apart"),
         ({"too_long": TooLong.truncate}, "data.too_long=truncate has no effect"),
         ({"chat_template": "x"}, "data.chat_template=x has no effect"),
-        (FIM | {"fim_rate": 1.5}, r"data\.fim_rate=1\.5 must be at least 0 and at most 1"),
-        (FIM | {"fim_spm_rate": float("nan")}, r"data\.fim_spm_rate=nan must be at least 0"),
         (FIM | {"fim_rate": 0.0}, r"data\.fim_tokens=.* has no effect without data\.fim_rate"),
         (FIM | {"fim_tokens": ()}, r"data\.fim_rate=1\.0 needs data\.fim_tokens"),
         (FIM | {"fim_fragment_rate": 0.9}, r"without data\.fim_split"),

@@ -51,33 +51,6 @@ def test_samples_are_megatrons(case):
     assert digest.hexdigest()[:16] == GOLDEN[case]
 
 
-def undone(tokens: list[int]) -> list[int]:
-    """The document that a transformed one was."""
-    if PREFIX not in tokens:
-        return tokens
-    assert tokens[0] == PREFIX and all(tokens.count(s) == 1 for s in (PREFIX, MIDDLE, SUFFIX))
-    end, mid = tokens.index(SUFFIX), tokens.index(MIDDLE)
-    prefix, suffix, rest = tokens[1:end], tokens[end + 1 : mid], tokens[mid + 1 :]
-    if end > 1:
-        return prefix + rest + suffix
-    return rest + suffix  # either variant: without a prefix they are one
-
-
-def test_nothing_is_lost_but_at_the_end():
-    text = np.array([97 + i % 26 for i in range(200)], np.int32)
-    text[[40, 90, 91, 150]] = EOD
-    changed = 0
-    for n in range(40):
-        new = fim(rate=0.7).transform(text, np.random.RandomState(n)).tolist()
-        documents = " ".join(map(str, new)).split(f" {EOD} ")
-        back = [undone([int(t) for t in d.split()]) for d in documents]
-        assert back == [
-            part.tolist() for part in (text[:40], text[41:90], text[92:150], text[151:])
-        ]
-        changed += new.count(PREFIX)
-    assert 90 < changed < 135  # of 160, at a rate of 0.7
-
-
 def test_a_sample_depends_only_on_its_number():
     text = np.tile(np.arange(97, 117, dtype=np.int32), (6, 1))
     rows, used = fim()(text, np.arange(6))

@@ -3,19 +3,15 @@
 import copy
 import hashlib
 import itertools
-import random
 import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from maxmeg.data.corpus.indexed import DTYPES, IndexedDataset, IndexedWriter
 
 DOCUMENTS = [[[1, 2, 3], [4]], [], [[500, 600]], [[7, 8, 9, 10]]]
-FLIPS = 2_000
 
 
 def golden_index(code: int, itemsize: int) -> bytes:
@@ -91,25 +87,6 @@ def test_multimodal_modes_are_the_last_bytes(tmp_path):
     assert IndexedDataset(tmp_path / "x").modes is None
 
 
-@settings(max_examples=25)
-@given(
-    st.lists(st.lists(st.lists(st.integers(0, 65000), max_size=5), max_size=4), max_size=6).filter(
-        lambda documents: any(tokens for sequences in documents for tokens in sequences)
-    )
-)
-def test_any_documents_round_trip(tmp_path_factory, documents):
-    prefix = tmp_path_factory.mktemp("any") / "x"
-    with IndexedWriter(prefix, 65000) as writer:
-        for document in documents:
-            writer.add_document(list(itertools.chain(*document)), list(map(len, document)))
-    data = IndexedDataset(prefix)
-    actual = [
-        [data.get(i).tolist() for i in range(begin, end)]
-        for begin, end in zip(data.document_indices, data.document_indices[1:], strict=False)
-    ]
-    assert actual == documents
-
-
 def test_missing_empty_and_truncated_files_are_named(tmp_path):
     prefix = tmp_path / "x"
     with pytest.raises(ValueError, match=r"x\.idx does not exist"):
@@ -138,43 +115,12 @@ def test_missing_empty_and_truncated_files_are_named(tmp_path):
         IndexedDataset(prefix)
 
 
-def test_bit_flips_of_the_index_are_refused_or_move_only_document_ends(tmp_path):
-    prefix = tmp_path / "x"
-    write_golden(prefix, vocab_size=1000)
-    path = Path(f"{prefix}.idx")
-    whole = path.read_bytes()
-    documents_start = 34 + 12 * 4
-    accepted = 0
-    for bit in range(8 * len(whole)):
-        flipped = bytearray(whole)
-        flipped[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(flipped)
-        if bit // 8 < documents_start:
-            with pytest.raises(ValueError, match=r"x\.(idx|bin)"):
-                IndexedDataset(prefix)
-            continue
-        try:
-            data = IndexedDataset(prefix)
-        except ValueError:
-            continue
-        accepted += 1
-        indices = data.document_indices
-        assert indices[0] == 0 and indices[-1] == 4 and (np.diff(indices) >= 0).all()
-    assert accepted <= 4  # an end moved by one between its neighbours is a legal file
-
-
 @pytest.mark.parametrize("multimodal", [False, True])
-def test_random_flips_never_read_out_of_range_and_checksums_find_all(tmp_path, multimodal):
-    source = random.Random(0)
-    prefix = tmp_path / "x"
-    with IndexedWriter(prefix, 1000, multimodal=multimodal) as writer:
-        for _ in range(12):
-            lengths = [source.randrange(6) for _ in range(source.randrange(4))]
-            writer.add_document(list(range(sum(lengths))), lengths)
-    path, accepted = Path(f"{prefix}.idx"), 0
-    whole = path.read_bytes()
-    for _ in range(FLIPS // 2):
-        bit = source.randrange(8 * len(whole))
+def test_flips_never_read_out_of_range_and_checksums_find_all(tmp_path, multimodal):
+    prefix, path = tmp_path / "x", tmp_path / "x.idx"
+    write_golden(prefix, vocab_size=1000, multimodal=multimodal, checksums=True)
+    whole, accepted = path.read_bytes(), 0
+    for bit in range(8 * len(whole)):
         flipped = bytearray(whole)
         flipped[bit // 8] ^= 1 << bit % 8
         path.write_bytes(flipped)
@@ -190,7 +136,8 @@ def test_random_flips_never_read_out_of_range_and_checksums_find_all(tmp_path, m
         assert data.document_starts()[-1] == data.num_tokens
         ends = data.document_indices
         assert sum(end - begin for begin, end in itertools.pairwise(ends)) == len(data)
-    assert 0 < accepted < FLIPS // 5  # ends of documents moved by one, and modes
+    # An end that is moved between its neighbours is a legal file, and so is any mode.
+    assert 0 < accepted <= 4 + 8 * 4 * multimodal
 
 
 def test_foreign_ids_are_found_by_sampling(tmp_path):

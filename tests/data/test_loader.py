@@ -201,33 +201,17 @@ def test_a_killed_worker_is_reported_at_once(moment):
     assert not set(multiprocessing.active_children()) - before
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_waiting_for_data_is_distinguished_from_waiting_for_steps(num_workers, tmp_path):
-    slow = Gated(str(tmp_path / "gate"))
-    with Loader(slow, step_by_step, all_rows, range(9), num_workers, 1) as loader:
-        threading.Timer(0.05, slow.open).start()  # the step is there before the batch
+def test_waiting_for_data_is_distinguished_from_waiting_for_steps(monkeypatch):
+    gate = threading.Event()
+    monkeypatch.setattr(Large, "batch", lambda _, indices: gate.wait() and {"tokens": indices})
+    with Loader(Large(), step_by_step, all_rows, range(9), prefetch=1) as loader:
+        threading.Timer(0.05, gate.set).start()  # the step is there before the batch
         next(loader)
         assert loader.waited > 0
         for _ in range(4):  # the batch is there before the step
             wait_until(lambda: loader.ready)
             next(loader)
             assert loader.waited == 0
-
-
-class Gated(Large):
-    """No batch before it is opened."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__()
-        self.path = path
-
-    def open(self) -> None:
-        Path(self.path).touch()
-
-    def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        while not os.path.exists(self.path):
-            time.sleep(0.01)
-        return {"tokens": indices}
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

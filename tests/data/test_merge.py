@@ -47,12 +47,6 @@ def test_a_merge_is_what_one_writer_writes(tmp_path_factory, corpora, multimodal
     assert report.datasets == report.verified == len(corpora)
 
 
-def test_multimodal_datasets_are_not_shuffled(tmp_path):
-    write(tmp_path / "a", [[[[1]]]], vocab_size=100, multimodal=True)
-    with pytest.raises(ValueError, match="leave out --shuffle_documents"):
-        merge([f"{tmp_path}/a"], f"{tmp_path}/b", shuffle_seed=1)
-
-
 def test_copying_in_parts_gives_the_same_file(tmp_path, monkeypatch):
     monkeypatch.setattr(indexed, "_COPIED", 7)
     write(tmp_path / "a", [[[list(range(20))]]], vocab_size=100)
@@ -81,6 +75,8 @@ def test_what_cannot_be_merged_leaves_no_files(tmp_path):
         merge([a, f"{tmp_path}/int32"], out)
     with pytest.raises(ValueError, match=r"a uint16, .*modes uint16 with modes; prepare"):
         merge([a, f"{tmp_path}/modes"], out)
+    with pytest.raises(ValueError, match="leave out --shuffle_documents"):
+        merge([f"{tmp_path}/modes"], out, shuffle_seed=1)
     with pytest.raises(ValueError, match="nothing to merge"):
         merge([], out)
     write(tmp_path / "empty", [[[]]], vocab_size=100)

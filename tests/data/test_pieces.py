@@ -17,8 +17,6 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import maxmeg
 from maxmeg import preprocess
@@ -64,19 +62,16 @@ def written(prefix: str) -> list[bytes]:
     return [Path(prefix + suffix).read_bytes() for suffix in SUFFIXES]
 
 
-@given(st.binary(max_size=40), st.lists(st.integers(0, 41), max_size=6))
-@settings(max_examples=200)
-def test_every_line_is_in_one_span(tmp_path_factory, data, cuts):
-    data = data.replace(b"\x00", b"\n")
-    path = tmp_path_factory.getbasetemp() / "spans"
-    path.write_bytes(data)
-    bounds = sorted({0, len(data), *(min(at, len(data)) for at in cuts)})
-    actual = b""
-    for begin, end in itertools.pairwise(bounds):
-        at, lines = read_span(str(path), begin, end, len(data))
-        assert not lines or (begin <= at < end and data[at : at + len(lines)] == lines)
-        actual += lines
-    assert actual == data
+def test_every_line_is_in_one_span(tmp_path):
+    data = b"\nab\n\n\ncde\nf"
+    (tmp_path / "a").write_bytes(data)
+    for cuts in itertools.combinations(range(1, len(data)), 2):
+        actual = b""
+        for begin, end in itertools.pairwise((0, *cuts, len(data))):
+            at, lines = read_span(str(tmp_path / "a"), begin, end, len(data))
+            assert not lines or (begin <= at < end and data[at : at + len(lines)] == lines)
+            actual += lines
+        assert actual == data
 
 
 @pytest.mark.parametrize("line", [10, 1 << 16, (1 << 16) + 1, 3 << 20])

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 import zstandard
-from hypothesis import given
-from hypothesis import strategies as st
 
 from maxmeg.data.corpus.indexed import IndexedDataset
 from maxmeg.data.prepare import documents, merge
@@ -23,7 +21,7 @@ from maxmeg.data.prepare.documents import (
     read_records,
     split_sentences,
 )
-from maxmeg.data.prepare.encoding import Chunk, DocumentNames, Options, encode_chunk, output_prefix
+from maxmeg.data.prepare.encoding import Chunk, DocumentNames, Options, encode_chunk
 from maxmeg.data.prepare.run import Share, prepare
 from maxmeg.data.tokenizers.load import load_tokenizer
 
@@ -36,21 +34,12 @@ def records(path) -> list[Record]:
 
 @pytest.mark.parametrize("block", [1, 2, 3, 7, 1 << 20])
 def test_lines_do_not_depend_on_blocks(tmp_path, monkeypatch, block):
-    monkeypatch.setattr(documents, "_BLOCK", max(block, 1))
+    monkeypatch.setattr(documents, "_BLOCK", block)
     path = tmp_path / "a.jsonl"
-    path.write_bytes(
-        b"\xef\xbb\xbf{1}\r\n\n  \n{22}\n{333}" if block > 3 else b"{1}\n\n{22}\n{333}"
-    )
+    path.write_bytes(b"\xef\xbb\xbf{1}\r\n\n  \n{22}\n{333}")
     actual = records(path)
     assert [r.data.strip(b"\xef\xbb\xbf \r") for r in actual] == [b"{1}", b"{22}", b"{333}"]
-    assert [r.line for r in actual] == ([1, 4, 5] if block > 3 else [1, 3, 4])
-
-
-@given(st.lists(st.binary(max_size=6), max_size=8))
-def test_lines_are_split_as_python_does(blocks):
-    expected = b"".join(blocks).split(b"\n")
-    expected = expected if expected[-1] else expected[:-1]
-    assert list(documents._lines(iter(blocks))) == expected
+    assert [r.line for r in actual] == [1, 4, 5]
 
 
 def test_compressed_files_are_read_and_truncated_ones_refused(tmp_path, monkeypatch):
@@ -181,15 +170,6 @@ def test_documents_in_a_random_order(tmp_path, monkeypatch):
     monkeypatch.setattr(merge, "_TOKENS", 100)
     assert prepared("two", 1, workers=1, part_bytes=300) == one != prepared("three", 2)
     assert not [p for p in tmp_path.iterdir() if p.is_dir()]
-
-
-def test_keys_make_files_of_their_own(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"q": "why", "a": "so"}\n{"q": "", "a": "it is"}\n')
-    report = prepare([str(path)], str(tmp_path / "out"), Options("bytes", ("q", "a")), 0)
-    assert report.prefixes["q"] == output_prefix(str(tmp_path / "out"), "q")
-    q, a = (IndexedDataset(report.prefixes[key]) for key in ("q", "a"))
-    assert (len(q), q.num_documents, len(a), a.num_documents) == (1, 2, 2, 2)
 
 
 def test_aligned_rows_are_whole_or_left_out(tmp_path):

@@ -1,10 +1,7 @@
 """Corpora in object storage: the same samples as from files, whatever the network does."""
 
-import contextlib
 import multiprocessing
 import os
-import socket
-import threading
 import time
 from pathlib import Path
 
@@ -13,7 +10,6 @@ import pytest
 
 from maxmeg.config.data import DataConfig, DataOrder, Packing
 from maxmeg.data.build import build_dataset, open_corpus
-from maxmeg.data.commands import run_inspect
 from maxmeg.data.corpus import remote, storage
 from maxmeg.data.corpus.indexed import IndexedDataset, IndexedWriter
 from maxmeg.data.corpus.remote import Room, open_dataset, open_remote
@@ -24,64 +20,20 @@ CHUNK = 1 << 10
 SAMPLES = 60
 
 
-class Store:
-    """A bucket, and a proxy before it that cuts connections in the middle of answers."""
-
-    def __init__(self, address: tuple[str, int]) -> None:
-        self.address = address
-        self.cuts = 0  # answers of objects that will be cut
-        self.asked: list[str] = []  # ranges of objects that were asked for
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self.port = self._server.getsockname()[1]
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def _serve(self) -> None:
-        while True:
-            client, _ = self._server.accept()
-            threading.Thread(target=self._pass_on, args=(client,), daemon=True).start()
-
-    def _pass_on(self, client: socket.socket) -> None:
-        """One request after the other of a connection."""
-        with client, contextlib.suppress(OSError), socket.create_connection(self.address) as store:
-            while request := client.recv(1 << 16):
-                text = request.decode("latin-1").lower()
-                is_read = text.startswith("get") and "range: bytes=" in text
-                if is_read:
-                    self.asked.append(text.split("range: bytes=")[1].split("\r")[0])
-                store.sendall(request)
-                answer = b""
-                while b"\r\n\r\n" not in answer:
-                    answer += store.recv(1 << 16)
-                head, _, body = answer.partition(b"\r\n\r\n")
-                lengths = [w for w in head.lower().split(b"\r\n") if w.startswith(b"content-len")]
-                size = int(lengths[0].split(b":")[1]) if lengths and text[:4] != "head" else 0
-                while len(body) < size:
-                    body += store.recv(1 << 16)
-                if is_read and self.cuts:
-                    self.cuts -= 1
-                    client.sendall(head + b"\r\n\r\n" + body[: size // 2])
-                    return
-                client.sendall(head + b"\r\n\r\n" + body)
-
-
 @pytest.fixture(scope="module")
 def store(s3, tmp_path_factory):
-    """S3 on loopback, with corpora `bucket/a` and `bucket/b`; the same files lie in `folder`."""
+    """S3 with corpora `bucket/a` and `bucket/b`; the same files lie in `folder`."""
     import s3fs
 
-    found = Store(s3)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{found.port}")
-        direct = {"endpoint_url": "http://{}:{}".format(*found.address)}
-        found.files = s3fs.S3FileSystem(use_listings_cache=False, client_kwargs=direct)
-        found.files.mkdir("bucket")
-        found.folder = tmp_path_factory.mktemp("corpora")
-        for name, seed in (("a", 1), ("b", 2)):
-            write(found, name, seed)
-        yield found
+    s3.files = s3fs.S3FileSystem(use_listings_cache=False)
+    s3.files.mkdir("bucket")
+    s3.folder = tmp_path_factory.mktemp("corpora")
+    for name, seed in (("a", 1), ("b", 2)):
+        write(s3, name, seed)
+    return s3
 
 
-def write(store: Store, name: str, seed: int) -> str:
+def write(store, name: str, seed: int) -> str:
     source, prefix = np.random.default_rng(seed), str(store.folder / name)
     with IndexedWriter(prefix, 1000) as writer:
         for _ in range(60):
@@ -214,17 +166,6 @@ def test_a_cache_smaller_than_a_batch_is_reported(store, tmp_path, caplog):
     near = GptDataset([IndexedDataset(f"{store.folder}/a")], "1", 0, 16, 1000, 3)
     assert_same(far, near)
     assert caplog.text.count("more than data.cache_gb=3.072e-06 allows") == 1
-
-
-def test_what_a_run_reads_of_objects_is_reported(store, tmp_path, capsys):
-    text = "from maxmeg.config.schema import Config\n\n\ndef get_config():\n    return Config()\n"
-    (tmp_path / "run.py").write_text(text)
-    settings = {"paths": "s3://bucket/a", "cache_dir": tmp_path / "cache", "sequence_length": 16}
-    settings |= {"tokenizer": "null:1000", "split": "1"}
-    given = [f"--config.data.{name}={value}" for name, value in settings.items()]
-    assert run_inspect([f"--config={tmp_path}/run.py", *given]) == 0
-    near = IndexedDataset(f"{store.folder}/a")
-    assert f"{near.num_documents} " in capsys.readouterr().out
 
 
 def test_slices_are_those_of_an_array(store, tmp_path):

@@ -15,7 +15,6 @@ from maxmeg.data.samples.megatron_order import MegatronOrder, continued, make_sa
 from maxmeg.data.samples.sampling import GptSamples
 from maxmeg.optim.schedules import Origin, Schedules
 
-ORDERS = list(DataOrder)
 LENGTH, EPOCH = 4, 120  # tokens a sample; samples an epoch
 TOKENS = LENGTH * EPOCH + 1
 SEEDS = (3, 7)
@@ -137,7 +136,7 @@ BLENDS = {
 }
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", DataOrder)
 @pytest.mark.parametrize("name", BLENDS)
 def test_every_corpus_of_a_blend_continues_with_its_next_sample(corpora, order, name):
     """Whatever the new batch size; and a change comes before the step that it names."""
@@ -162,11 +161,6 @@ def test_every_corpus_of_a_blend_continues_with_its_next_sample(corpora, order, 
             has_c = np.flatnonzero(run.read[:, 0] >= 2000)
             assert (begins is None) == (not has_c.size)
             assert not has_c.size or begins <= has_c[0] <= begins + 1
-
-
-def paths_of(dataset) -> list[str]:
-    members = getattr(dataset, "members", [dataset])
-    return [corpus.prefix for member in members for corpus in member.corpora]
 
 
 OTHERS = {
@@ -194,8 +188,10 @@ def test_another_order_is_reported_with_the_tokens_that_it_costs(corpora, name, 
     was, now = (
         np.bincount(np.ravel(rows), minlength=4000) for rows in (first.read, counts_as_read)
     )
+    members = getattr(other.data, "members", [other.data])
+    there = [corpus.prefix for member in members for corpus in member.corpora]
     for corpus, path in enumerate(corpora.values()):
-        if path not in paths_of(other.data):  # of a corpus that is gone nothing is repeated
+        if path not in there:  # of a corpus that is gone nothing is repeated
             was[1000 * corpus : 1000 * (corpus + 1)] = 0
     surplus = was - now
     expected = Difference(int(surplus.clip(min=0).sum()), int(-surplus.clip(max=0).sum()))

@@ -37,13 +37,18 @@ def test_every_target_once(policy, make_corpus):
     for split, part in enumerate((slice(0, 9), slice(9, None))):
         rows = built(data, split)
         assert isinstance(rows, PackedDataset)
-        batch = rows.batch(np.arange(rows.samples_per_epoch))
+        numbers = np.arange(rows.samples_per_epoch)
+        batch, later = (rows.batch(numbers + n) for n in (0, len(numbers)))
+        assert (later["tokens"] == batch["tokens"]).all() == bool(split)  # training is shuffled
         seen = batch["loss_mask"] > 0
         expected = targets(documents(0)[part] + documents(600)[part])
         assert sorted(batch["targets"][seen].tolist()) == expected
+        assert rows.num_tokens == len(expected) == rows.utilisation * seen.size
         assert (batch["targets"][seen] == batch["tokens"][seen] + 1).all()
         again = pickle.loads(pickle.dumps(rows)).batch(np.arange(2))
         assert (again["tokens"] == batch["tokens"][:2]).all()
+        with pytest.raises(ValueError, match="sample -1 is negative"):
+            rows.batch(np.array([-1]))
     assert built(data, 2) is None
     orders = [(rows := built(data, 0)).description, built(data, 1).description]
     assert pickle.loads(pickle.dumps(rows)).description == orders[0]

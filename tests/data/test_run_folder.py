@@ -67,20 +67,6 @@ def test_a_moved_run_folder_finds_its_paths(tmp_path):
     assert paths.relocated(relative, now) == relative
 
 
-def test_config_yaml_is_that_of_its_folder(tmp_path, monkeypatch):
-    run = tmp_path / "runs" / "mine"
-    run.mkdir(parents=True)
-    config = Config(run_dir=str(run))
-    run_folder.write(config)
-    (run / "checkpoints").mkdir()
-    moved = tmp_path / "moved"
-    shutil.move(run, moved)
-    monkeypatch.chdir("/")
-    assert files.load(moved / "config.yaml").run_dir == str(moved)
-    copied = shutil.copy(moved / "config.yaml", tmp_path)  # a file for another run
-    assert files.load(copied).run_dir == str(run)
-
-
 def vocabulary(kind: str, folder) -> str:
     """data.tokenizer of a small vocabulary in `folder`."""
     folder.mkdir()
@@ -118,8 +104,11 @@ def test_the_tokenizer_is_copied_into_the_run_folder(kind, tmp_path, monkeypatch
     shutil.rmtree("source")
     os.remove("mine.jinja")
     shutil.move("run", "moved")
+    alone = shutil.copy("moved/config.yaml", tmp_path)  # a file for another run
     monkeypatch.chdir("/")
     actual = files.load(tmp_path / "moved" / "config.yaml")
+    assert actual.run_dir == f"{tmp_path}/moved"
+    assert files.load(alone).run_dir == f"{tmp_path}/run"
     copy = load_tokenizer(actual.data.tokenizer)
     assert copy.identity == source.identity
     assert list(copy.encode("ab a")) == list(source.encode("ab a"))

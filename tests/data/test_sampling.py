@@ -21,14 +21,6 @@ def test_split_is_megatrons():
     assert split_range("1,1", 0, 5) == (0, 2)  # Python rounds halves to even
 
 
-@given(st.lists(st.integers(0, 1000), min_size=1, max_size=3).filter(any), st.integers(1, 10**12))
-def test_splits_cover_everything_once(weights, count):
-    split = ",".join(map(str, weights))
-    ranges = [split_range(split, i, count) for i in range(3)]
-    assert ranges[0][0] == 0 and ranges[2][1] == count
-    assert ranges[0][1] == ranges[1][0] and ranges[1][1] == ranges[2][0]
-
-
 @pytest.mark.parametrize("split", ["", "0,0,0", "1,2,3,4", "a", "-1,2", "1..2,3"])
 def test_wrong_splits_are_explained(split):
     with pytest.raises(ValueError, match="like '969,30,1'"):
@@ -42,25 +34,11 @@ def test_permutation_is_a_bijection(size, seed, epoch):
     assert np.array_equal(np.sort(values), np.arange(size))
 
 
-PERMUTATION = [6, 8, 2, 9, 7, 0, 1, 3, 4, 5]
-ORDER = [3, 6, 7, 2, 1, 5, 9, 8, 0, 4]
-
-
 def test_permutation_is_fixed_for_ever():
     """A change here changes the data order of every run that is resumed."""
-    assert Permutation(10, 1234, 0)(np.arange(10)).tolist() == PERMUTATION
-    assert shuffled(10, 1234, 0).tolist() == ORDER
-
-
-def test_permutations_look_random():
-    size, keys = 64, 1000
-    places = np.stack([Permutation(size, 7, key)(np.arange(size)) for key in range(keys)])
-    counts = np.stack([np.bincount(places[:, i], minlength=size) for i in range(size)])
-    chi = ((counts - keys / size) ** 2 / (keys / size)).sum(1) / (size - 1)
-    assert 0.9 < chi.mean() < 1.1 and chi.max() < 2
-    large = Permutation(10**12, 3, 0)(np.arange(10**5))
-    assert len(np.unique(large)) == 10**5
-    assert abs(np.corrcoef(np.arange(10**5), large)[0, 1]) < 0.02
+    assert Permutation(10, 1234, 0)(np.arange(10)).tolist() == [6, 8, 2, 9, 7, 0, 1, 3, 4, 5]
+    assert shuffled(10, 1234, 0).tolist() == [3, 6, 7, 2, 1, 5, 9, 8, 0, 4]
+    assert len(np.unique(Permutation(10**12, 3, 0)(np.arange(10**5)))) == 10**5
 
 
 def flat_tokens(samples: GptSamples, n: int) -> list[tuple[int, int]]:
@@ -87,16 +65,6 @@ def test_an_epoch_reads_each_token_as_input_at_most_once(lengths, sequence_lengt
         assert len(inputs) == len(set(inputs)) == count * sequence_length
         assert len(pairs) == count * sequence_length
         assert set(inputs) <= {(s, i) for s, size in enumerate(lengths) for i in range(size)}
-
-
-def test_without_shuffle_samples_come_in_reading_order():
-    lengths = np.array([3, 0, 5, 4], np.int32)
-    stream = [(s, i) for s, size in enumerate(lengths) for i in range(size)]
-    samples = GptSamples(lengths, 4, shuffle=False)
-    assert samples.samples_per_epoch == 2
-    for n in range(5):
-        start = 4 * (n % 2)
-        assert flat_tokens(samples, n) == stream[start : start + 5]
 
 
 def test_any_batch_equals_single_samples():

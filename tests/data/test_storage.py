@@ -67,16 +67,10 @@ def test_what_a_bucket_lacks_is_named(tmp_path, bucket):
     ):
         with pytest.raises(ValueError, match=message):
             prepare([address], str(tmp_path / "out"), OPTIONS, 0)
-    for operation, message in (
-        (
-            lambda: storage.state("s3://texts/b.txt"),
-            "s3://texts/b.txt does not exist: check bucket",
-        ),
-        (lambda: storage.read_range("s3://texts/b.txt", 0, 1), "b.txt does not exist"),
-        (lambda: storage.read_range("s3://texts/a.txt", 5, 11), "ends at byte 10, before byte 11"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            operation()
+    with pytest.raises(ValueError, match=r"s3://texts/b\.txt does not exist: check bucket"):
+        storage.state("s3://texts/b.txt")
+    with pytest.raises(ValueError, match="ends at byte 10, before byte 11"):
+        storage.read_range("s3://texts/a.txt", 5, 11)
 
 
 def test_wrong_credentials_are_distinguished_from_missing_keys(tmp_path, bucket, monkeypatch):
@@ -113,11 +107,7 @@ class Failing:
     ("failures", "asked", "message"),
     [
         ([ConnectionResetError("cut"), TimeoutError("late"), b"da"], 4, ""),
-        (
-            [OSError("cut")] * 9,
-            4,
-            r"read s3://b/k: 4 attempts failed, .* OSError: cut; check the net",
-        ),
+        ([OSError("cut")] * 9, 4, r"read s3://b/k: 4 attempts .* OSError: cut; check the net"),
         ([b"d"] * 9, 4, "EOFError: 1 of the bytes"),
         ([PermissionError("Forbidden")], 1, "not allowed to read s3://b/k: .*Forbidden; check the"),
         ([FileNotFoundError("k")], 1, "s3://b/k does not exist"),

@@ -3,12 +3,11 @@
 import functools
 import json
 import shutil
-from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from maxmeg.data.tokenizers.load import KINDS, load_tokenizer
@@ -17,36 +16,6 @@ from maxmeg.data.tokenizers.tokenizer import encode_placeholders
 
 TEXTS = ["hello the world", "", " leading, trailing ", "naïve 東京 🎉\n\n\ttabs", "1234567 it's"]
 ADDED = "special_tokens=<image>,<|end|>&extra_ids=3"
-EXTENDED = [kind for kind in KINDS if kind != "null"]
-DAMAGE = [None, 0, -1, 2**40, "", "x", [], {}, 1e308, True, [["a", "b"]], "ByteLevel", "<s>"]
-UNIGRAM_MODEL = {"type": "Unigram", "unk_id": 0, "vocab": [["<unk>", 0.0], ["a", -1.0]]}
-UNIGRAM = json.dumps(
-    {
-        "version": "1.0",
-        "added_tokens": [{"id": 0, "content": "<unk>", "special": True, "single_word": False}],
-        "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "_"},
-        "pre_tokenizer": {"type": "Metaspace", "replacement": "_", "prepend_scheme": "always"},
-        "post_processor": None,
-        "decoder": {"type": "Sequence", "decoders": [{"type": "Fuse"}]},
-        "model": UNIGRAM_MODEL,
-    }
-)
-BPE_MODEL = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2, "<s>": 3}, "merges": [["a", "b"]]}
-SMALL = json.dumps(
-    {
-        "version": "1.0",
-        "added_tokens": [{"id": 3, "content": "<s>", "special": True, "single_word": False}],
-        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
-        "post_processor": {
-            "type": "TemplateProcessing",
-            "single": [{"Sequence": {"id": "A", "type_id": 0}}],
-            "pair": [],
-            "special_tokens": {"<s>": {"id": "<s>", "ids": [3], "tokens": ["<s>"]}},
-        },
-        "decoder": {"type": "ByteLevel"},
-        "model": {**BPE_MODEL, "continuing_subword_prefix": "", "unk_token": None},
-    }
-)
 loaded = functools.cache(load_tokenizer)
 LOSSLESS = [kind for kind in KINDS if kind not in ("null", "wordpiece")]
 
@@ -114,40 +83,6 @@ def test_huggingface_takes_special_names_from_its_config(vocabularies, tmp_path)
         load_tokenizer(f"huggingface:{tmp_path}")
 
 
-def damaged(whole: str, data) -> str:
-    """A tokenizer.json with some of its values taken out or replaced."""
-    root = json.loads(whole)
-    for _ in range(data.draw(st.integers(1, 3))):
-        node, inside = root, True
-        while inside:
-            keys = list(node) if isinstance(node, dict) else range(len(node))
-            key = data.draw(st.sampled_from(keys))
-            inside = isinstance(node[key], dict | list) and node[key] and data.draw(st.booleans())
-            node, parent = node[key], node
-        if data.draw(st.booleans()):
-            parent[key] = deepcopy(data.draw(st.sampled_from(DAMAGE)))
-        else:
-            del parent[key]
-        if not root:
-            break
-    return json.dumps(root)
-
-
-@settings(max_examples=150, deadline=None)
-@given(data=st.data())
-def test_a_damaged_tokenizer_json_is_reported(vocabularies, tmp_path_factory, data):
-    """Whatever the library does with it, panics among them: it works, or it is a ValueError."""
-    whole = SMALL if data.draw(st.booleans()) else UNIGRAM
-    path = tmp_path_factory.getbasetemp() / "tokenizer.json"
-    path.write_text(damaged(whole, data))
-    try:
-        tokenizer = load_tokenizer(f"huggingface:{path}")
-        tokenizer.decode(tokenizer.encode("ab a <s> z"))
-        tokenizer.encode_spans("ab a")
-    except ValueError as error:
-        assert str(path) in str(error)
-
-
 PANIC = {"type": "BPE", "continuing_subword_prefix": "##", "vocab": {"a": 0, "": 1, "ab": 2}}
 
 
@@ -155,7 +90,7 @@ PANIC = {"type": "BPE", "continuing_subword_prefix": "##", "vocab": {"a": 0, "":
     ("model", "message"),
     [
         ({**PANIC, "merges": [["a", ""]]}, "(range end index|out of bounds)"),
-        ({**UNIGRAM_MODEL, "unk_id": None}, "unknown token but `unk_id` is missing"),
+        ({"type": "Unigram", "vocab": [["a", -1.0]]}, "unknown token but `unk_id` is missing"),
     ],
 )
 def test_failures_of_the_library_are_reported(tmp_path, model, message):
@@ -175,12 +110,9 @@ def test_failures_of_the_library_are_reported(tmp_path, model, message):
         ("huggingface:", "huggingface:FILE"),
         ("bytes:3", "takes no argument"),
         ("meta-llama/L-3", "did you mean huggingface:meta-llama/L-3.*hf download meta-llama/L-3"),
-        ("huggingface:meta-llama/L-3", "hf download meta-llama/L-3 --local-dir L-3.$"),
         ("huggingface:meta-llama/L-3/tokenizer.json", "hf download meta-llama/L-3 --local-dir"),
         ("null:", "like null:32000"),
         ("sentencepiece:/nowhere", "/nowhere: No such file"),
-        ("huggingface:/nowhere", "/nowhere: No such file"),
-        ("gpt2:/nowhere", "vocab.json: No such file"),
         ("bytes?special_token=<a>", "did you mean 'special_tokens'"),
         ("wordpiece:v?do_lowercase=true", "did you mean 'do_lower_case'"),
         ("null:5?extra_ids=3", "null has no option 'extra_ids'.*none"),
@@ -271,7 +203,7 @@ def test_wordpiece_settings_are_applied(tmp_path):
         load_tokenizer(f"wordpiece:{tmp_path}?do_lower_case=yes")
 
 
-@pytest.mark.parametrize("kind", EXTENDED)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "null"])
 def test_added_tokens_follow_the_vocabulary(vocabularies, kind):
     base = load_tokenizer(vocabularies[kind])
     tokenizer = load_tokenizer(f"{vocabularies[kind]}?{ADDED}")
@@ -286,7 +218,7 @@ def test_added_tokens_follow_the_vocabulary(vocabularies, kind):
     assert load_tokenizer(tokenizer.spec).identity == tokenizer.identity
     other = load_tokenizer(f"{vocabularies[kind]}?special_tokens=<|end|>,<image>&extra_ids=3")
     assert other.identity != tokenizer.identity
-    text = "hello<image>the <|end|>fox<extra_id_2>"
+    text = "hello<image>the <|end|>fox<extra_id_2>[CLS][SEP]</s><pad><|endoftext|>"
     actual = encode_placeholders(tokenizer, text, ["<image>", "<extra_id_2>"]).tolist()
     assert [i for i in actual if i >= base.vocab_size] == [new[0], new[4]]
     assert tokenizer.decode(actual[actual.index(new[0]) :]).startswith("<image>")
@@ -309,24 +241,14 @@ def test_roles_name_tokens(vocabularies):
     assert same.identity == load_tokenizer(spec).identity
     changed = load_tokenizer(f"{spec}?special_tokens=<EOD>&eod=<EOD>")
     assert changed.eod == load_tokenizer(spec).vocab_size and changed.identity != same.identity
+    path = Path(vocabularies["wordpiece"].partition(":")[2])
+    more = path.with_name("with-dogs?")  # a ? in a file's name
+    more.write_text(path.read_text("utf-8") + "dogs\n", "utf-8")
+    assert load_tokenizer(f"wordpiece:{more}?").vocab_size == 100
     with pytest.raises(ValueError, match="already encodes the plain text 'dogs'"):
-        load_tokenizer("wordpiece:" + _words(vocabularies, "dogs") + "?special_tokens=dogs")
+        load_tokenizer(f"wordpiece:{more}?special_tokens=dogs")
     comma = load_tokenizer("bytes?special_tokens=%3Ca%2Cb%3E,%26")
     assert list(comma.added) == ["<a,b>", "&"]
-
-
-def _words(vocabularies, word) -> str:
-    path = Path(vocabularies["wordpiece"].partition(":")[2])
-    other = path.with_name(f"with-{word}?")
-    other.write_text(path.read_text("utf-8") + word + "\n", "utf-8")
-    return str(other)
-
-
-def test_a_file_with_a_question_mark(vocabularies):
-    path = _words(vocabularies, "cat")
-    assert load_tokenizer(f"wordpiece:{path}?").vocab_size == 100
-    with pytest.raises(ValueError, match=r"cannot read .*with-cat"):
-        load_tokenizer(f"wordpiece:{path}")
 
 
 @given(text=st.text(st.characters(exclude_categories=["Cs"])), marks=st.lists(st.integers(0, 6)))
@@ -342,17 +264,6 @@ def test_marked_text_round_trips(vocabularies, text, marks):
         marked = encode_placeholders(tokenizer, text, names)
         assert tokenizer.decode(marked) == text
         assert sum(i in tokenizer.added.values() for i in marked.tolist()) >= len(marks)
-
-
-@given(text=st.text(), order=st.lists(st.integers(0, 12)))
-def test_text_never_makes_special_tokens(vocabularies, text, order):
-    names = ["[CLS]", "[SEP]", "[MASK]", "[PAD]", "<s>", "</s>", "<pad>", "<unk>", "<image>"]
-    names += ["<|endoftext|>", "<|end|>", "<extra_id_0>", text]
-    text = "".join(names[i] for i in order)
-    for kind in ("bytes", "gpt2", "tiktoken", "sentencepiece", "wordpiece"):
-        for options in ("", f"?{ADDED}&eod=<|end|>&pad=<pad>"):
-            tokenizer = loaded(vocabularies[kind] + options)
-            assert not set(tokenizer.encode(text).tolist()) & tokenizer.special_ids
 
 
 def test_sentencepiece_symbols_and_spaces(tmp_path, vocabularies):

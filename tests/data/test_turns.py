@@ -37,19 +37,6 @@ TEMPLATES = {
         "{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}",
         [" one <b></s>", " two 東</s>"],
     ),
-    "headers": (
-        "{% for m in messages %}{% set text = '<|header|>' + m.role + '<|end|>\\n\\n' + "
-        "m.content | trim + '<|eot|>' %}{{ bos_token + text if loop.first else text }}"
-        "{% endfor %}{% if add_generation_prompt %}{{ '<|header|>assistant<|end|>\\n\\n' }}"
-        "{% endif %}",
-        ["one <b><|eot|>", "two 東<|eot|>"],
-    ),
-    "other names": (
-        "{% for m in messages if m.role != 'system' %}<turn>{{ 'model' if m.role == 'assistant' "
-        "else m.role }}\n{{ m.content }}</turn>\n{% endfor %}"
-        "{% if add_generation_prompt %}<turn>model\n{% endif %}",
-        ["one <b></turn>\n", "two 東</turn>\n"],
-    ),
 }
 CHAT = [
     {"role": "system", "content": "Be brief."},

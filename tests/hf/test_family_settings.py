@@ -4,23 +4,20 @@ import dataclasses
 import math
 
 import pytest
-from published_configs import (
-    DEEPSEEK_V3,
-    GEMMA3,
-    GEMMA3_4B,
-    MIXTRAL,
-    QWEN3,
-    QWEN3_MOE,
-    SMOLLM2,
-)
+from published_configs import published
 
 from maxmeg.config.setting import with_fields
 from maxmeg.hf.families.read import (
+    bindings,
     differences,
     families_of,
     hf_config,
     model_config,
 )
+
+SMOLLM2, QWEN3, GEMMA3 = map(published, ("smollm2-135m", "qwen3-8b", "gemma3-12b"))
+MIXTRAL, QWEN3_MOE = map(published, ("mixtral-8x7b", "qwen3-30b-a3b"))
+DEEPSEEK_V3, GEMMA3_4B = map(published, ("deepseek-v3", "further/gemma3-4b"))
 
 
 def test_both_forms_of_rotary_settings_give_the_same_model():
@@ -90,10 +87,13 @@ def test_dense_layers_anywhere_are_read_and_written():
         hf_config(deepseek, "DeepseekV3ForCausalLM")
 
 
-def test_capacity_factors_are_not_exported():
-    model = model_config(MIXTRAL)
-    dropped = with_fields(model, {"moe.capacity_factor": 1.25, "moe.pad_to_capacity": True})
-    assert hf_config(dropped, "MixtralForCausalLM") == hf_config(model, "MixtralForCausalLM")
+def test_what_training_alone_needs_is_not_exported():
+    model, family = model_config(MIXTRAL), "MixtralForCausalLM"
+    fields = {"moe.capacity_factor": 1.25, "moe.pad_to_capacity": True, "moe.global_aux_loss": 0.1}
+    trained = with_fields(model, fields)
+    assert hf_config(trained, family) == hf_config(model, family)
+    named = [[binding.theirs for binding in bindings(each, family)] for each in (model, trained)]
+    assert named[0] == named[1]
 
 
 def test_router_losses_are_read_if_they_are_switched_on():
@@ -118,9 +118,9 @@ def test_a_normalized_softmax_equals_a_softmax_over_the_top_k():
 def test_gemma_3_ignores_a_soft_cap_and_may_have_layers_of_one_kind():
     local = model_config({**GEMMA3, "num_hidden_layers": 5, "attn_logit_softcapping": 50.0})
     assert local.attention.softcap == 0 == model_config(GEMMA3).attention.softcap
-    assert (local.attention.window, local.layers) == (512, "*(local,mlp)")
+    assert (local.attention.window, local.layers) == (1024, "*(local,mlp)")
     assert (local.rotary.base, local.rotary.local_base) == (1e4, 0)
-    everywhere = model_config({**GEMMA3, "layer_types": ["full_attention"] * 26})
+    everywhere = model_config({**GEMMA3, "layer_types": ["full_attention"] * 48})
     assert (everywhere.attention.window, everywhere.rotary.base) == (0, 1e6)
     for model in (local, everywhere):
         assert not differences(model, model_config(hf_config(model, "Gemma3ForCausalLM")))

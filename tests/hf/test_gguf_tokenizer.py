@@ -8,7 +8,6 @@ import sentencepiece
 import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
-from maxmeg.data.chat.template import load_chat_template
 from maxmeg.data.tokenizers.load import load_tokenizer
 from maxmeg.hf.formats import gguf_tokenizer
 from maxmeg.hf.formats.gguf_tokenizer import (
@@ -26,7 +25,6 @@ TEXTS = [
     *("a\nb\r\n\n c", "x=3.14; y(2)", "ctrl</s>x"),
 ]
 ADDED = ["<s>", "</s>", "<|user|>"]
-TEMPLATE = "{% for m in messages %}<|user|>{{ m.content }}{{ eos_token }}{% endfor %}"
 
 
 def fields_of(model: str, tokens, types, **more) -> dict:
@@ -74,6 +72,8 @@ def test_byte_level_bpe_encodes_as_its_source(byte_level, tmp_path, pre):
         tokenizer.token_id("</s>") == tokenizer.eod == len(byte_level["tokenizer.ggml.tokens"]) - 2
     )
     assert tokenizer.opening == ((tokenizer.bos,) if SPLITTINGS[pre].bos else ())
+    chosen = {**byte_level, "tokenizer.ggml.pre": pre, "tokenizer.ggml.add_bos_token": True}
+    assert loaded(chosen, tmp_path).opening == (tokenizer.bos,)
     library = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     if pre in PARTS:
         actual = library.pre_tokenizer.pre_tokenize_str("it's 12345 I'LL\n\n")
@@ -111,20 +111,6 @@ def test_sentencepiece_is_rebuilt_from_scores(tmp_path, prefix):
             assert ours.decode(ours.encode(text)) == text
     assert ours.encode("cat<b>").tolist()[-1] == theirs.PieceToId("<b>")
     assert (ours.eod, ours.bos, ours.opening) == (2, 1, (1,))
-
-
-def test_chat_template_and_whether_texts_open_with_bos(byte_level, tmp_path):
-    fields = {
-        **byte_level,
-        "tokenizer.ggml.add_bos_token": True,
-        "tokenizer.chat_template": TEMPLATE,
-    }
-    tokenizer = loaded(fields, tmp_path)
-    assert tokenizer.opening == (tokenizer.bos,)
-    (text,) = load_chat_template(tokenizer).render([[{"role": "user", "content": "hello"}]])
-    assert text == "<|user|>hello</s>"
-    ids = tokenizer.encode(text)
-    assert ids[0] == tokenizer.token_id("<|user|>") and ids[-1] == tokenizer.eod
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hf_cases import with_states
 from hf_folders import assert_same_tensors, convert_in, random_tensors, write_config, write_tensors
-from published_configs import KIMI_LINEAR, QWEN3_CODER_NEXT, QWEN35
+from published_configs import published
 
 from maxmeg.config.model import DType
 from maxmeg.config.setting import with_fields
@@ -14,39 +14,18 @@ from maxmeg.hf import convert
 from maxmeg.hf.families.read import bindings, canonical_names, differences, hf_config, model_config
 from maxmeg.models.registry import architecture
 
-KIMI = KIMI_LINEAR | {  # small
-    "hidden_size": 64,
-    "kv_lora_rank": 16,
-    "linear_attn_config": {
-        "full_attn_layers": [3],
-        "head_dim": 8,
-        "kda_layers": [1, 2, 4],
-        "num_heads": 6,
-        "short_conv_kernel_size": 3,
-    },
-    "moe_intermediate_size": 24,
-    "num_attention_heads": 4,
-    "num_experts": 8,
-    "num_hidden_layers": 4,
-    "num_key_value_heads": 4,
-}
+KIMI = published("further/kimi-linear-48b")
 
 
 def test_a_published_file_is_the_named_architecture():
     """Beside its base of rotation, and the loss that its file does not switch on."""
-    model, named = model_config(QWEN3_CODER_NEXT), architecture("qwen3-next-80b-a3b")
+    model, named = (
+        model_config(published("further/qwen3-coder-next")),
+        architecture("qwen3-next-80b-a3b"),
+    )
     other = with_fields(named, {"rotary.base": 5e6, "moe.aux_loss": 0.0})
     assert not differences(model, other)
     assert not differences(model, model_config(hf_config(model, "Qwen3NextForCausalLM")))
-
-
-def test_names_of_kimi_linear_are_those_of_its_publisher():
-    model = model_config(KIMI)
-    assert model.layers == "*(kda,mlp kda,moe mla,moe kda,moe)"
-    delta, sizes = model.delta, ("num_heads", "key_size", "kernel_size")
-    assert [getattr(delta, name) for name in sizes] == [6, 8, 3]
-    assert model.moe.normalize_weights and model.moe.shared_ffn_size == 24
-    assert not differences(model, model_config(hf_config(model, "KimiLinearForCausalLM")))
 
 
 @pytest.mark.parametrize(
@@ -103,18 +82,10 @@ def test_joined_experts_and_unmentioned_mtp_layers_are_imported(joined, tmp_path
     assert written["mtp_num_hidden_layers"] == 1
 
 
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
-        ({"mtp_num_hidden_layers": 2}, "one is supported: several would share a projection"),
-        ({"mtp_use_dedicated_embeddings": True}, "only False is supported"),
-        ({"attn_output_gate": False}, "only True is supported"),
-    ],
-)
-def test_other_models_of_the_family_are_refused(changed, words):
-    settings = {**QWEN35["text_config"], "architectures": ["Qwen3_5ForCausalLM"], **changed}
-    with pytest.raises(ValueError, match=words):
-        model_config(settings)
+def test_several_mtp_layers_would_share_a_projection():
+    settings = published("further/qwen3.5-27b")["text_config"] | {"mtp_num_hidden_layers": 2}
+    with pytest.raises(ValueError, match="one is supported: several would share a projection"):
+        model_config({**settings, "architectures": ["Qwen3_5ForCausalLM"]})
 
 
 def test_mtp_layers_of_nemotron_have_mixers_of_their_own():

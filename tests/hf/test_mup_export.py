@@ -14,7 +14,6 @@ from maxmeg.hf import convert
 from maxmeg.hf.families.read import model_config
 from maxmeg.hf.mup import plain_model
 from maxmeg.inference.load import load_run
-from maxmeg.megatron.convert import architecture
 
 SAME = 2e-6  # absolute, of logits about 0.1: factors that are no powers of two are rounded
 MUP = {"mup.base_hidden_size": 24, "mup.base_head_dim": 3}
@@ -54,10 +53,3 @@ def test_models_without_a_place_for_the_factors_are_refused(fields, message):
     model = tiny({**MUP, **fields}).model
     with pytest.raises(ValueError, match=message):
         plain_model(model)
-
-
-def test_megatrons_checkpoints_with_mup_are_refused():
-    sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
-    for arguments in ({"use_mup": True}, {"scaling_recipe": "mup"}):
-        with pytest.raises(ValueError, match=next(iter(arguments))):
-            architecture(sizes | arguments)

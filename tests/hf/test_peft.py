@@ -1,12 +1,13 @@
 """PEFT folders: their adapters are the same change of every weight, fused or not."""
 
+import itertools
 import json
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hf_cases import sparse
+from hf_cases import families, sparse
 from lora_runs import write_lora_run
 
 from maxmeg.config.model import ModelConfig
@@ -14,36 +15,18 @@ from maxmeg.config.schema import Config
 from maxmeg.hf.families.binding import Binding
 from maxmeg.hf.families.read import bindings, model_config, table_of
 from maxmeg.hf.formats.safetensors import SafetensorsFile
-from maxmeg.hf.peft import SETTINGS, WEIGHTS, endings, export_adapter, read_adapter
+from maxmeg.hf.peft import SETTINGS, WEIGHTS, export_adapter, read_adapter
 
 QUERY = "stack.groups.0.sublayers.0.mixers.attention.query"
 TOLERANCE = 1e-6  # of the largest change, float32
 RANK, ALPHA = 2, 6.0
-SIZES = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-}
-OLD = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
-WIDE = {**SIZES, "intermediate_size": 48, "num_key_value_heads": 2}
-FALCON = {**SIZES, "new_decoder_architecture": True, "num_kv_heads": 2}
-GEMMA = {**WIDE, "num_hidden_layers": 3, "head_dim": 12, "sliding_window": 9}
-FAMILIES = {
-    "LlamaForCausalLM": ("llama", WIDE),
-    "Gemma2ForCausalLM": ("gemma2", {**GEMMA, "query_pre_attn_scalar": 12}),
-    "Phi3ForCausalLM": ("phi3", WIDE),
-    "GPTNeoXForCausalLM": ("gpt_neox", {**SIZES, "intermediate_size": 48}),
-    "FalconForCausalLM": ("falcon", FALCON),
-    "GPT2LMHeadModel": ("gpt2", OLD),
-    "DeepseekV3ForCausalLM": ("deepseek_v3", sparse()["deepseek v3"][1]),
-}
+CASES = families() | sparse()
+NAMES = ("llama", "gemma 2", "phi 3", "neox", "falcon 40b", "gpt 2", "deepseek v3")
 
 
-def config_of(family: str) -> dict:
-    kind, settings = FAMILIES[family]
-    return {"architectures": [family], "model_type": kind, **settings}
+def config_of(name: str) -> dict:
+    family, settings = CASES[name]
+    return {"architectures": [family], **settings}
 
 
 def changes(made: dict[str, np.ndarray], every: list[Binding]) -> dict[str, np.ndarray]:
@@ -64,27 +47,15 @@ def changes(made: dict[str, np.ndarray], every: list[Binding]) -> dict[str, np.n
     return actual
 
 
-FUSED = ("Phi3ForCausalLM", "GPTNeoXForCausalLM", "FalconForCausalLM", "GPT2LMHeadModel")
+TARGETS = [("query", "value"), ("*",), ("attention.out", "mlp.up")]
 
 
-def family_targets() -> list:
-    """Every family with one of three lists of targets, which take turns; those that fuse
-    projections with the other lists too, in slow tests."""
-    targets = [("query", "value"), ("*",), ("attention.out", "mlp.up")]
-    return [
-        pytest.param(family, each, marks=() if (i - j) % 3 == 0 else pytest.mark.slow)
-        for i, family in enumerate(FAMILIES)
-        for j, each in enumerate(targets)
-        if (i - j) % 3 == 0 or family in FUSED
-    ]
-
-
-@pytest.mark.parametrize(("family", "targets"), family_targets())
-def test_adapters_are_the_same_change_of_every_weight(family, targets, tmp_path):
-    if "Deepseek" in family:
+@pytest.mark.parametrize(("name", "targets"), zip(NAMES, itertools.cycle(TARGETS), strict=False))
+def test_adapters_are_the_same_change_of_every_weight(name, targets, tmp_path):
+    if "deepseek" in name:
         latent = {"query": "query_up", "value": "value_up", "attention.out": "mla.out"}
         targets = tuple(latent.get(target, target) for target in targets)
-    model = model_config(config_of(family))
+    family, model = CASES[name][0], model_config(config_of(name))
     lora = {"rank": RANK, "alpha": ALPHA, "targets": targets}
     made = write_lora_run(tmp_path / "run", Config(model=model), **lora)
     folder = export_adapter(str(tmp_path / "run"), str(tmp_path / "peft"), family=family, base="b")
@@ -124,19 +95,8 @@ def check_read(folder: Path, made: dict[str, np.ndarray], model: ModelConfig, fa
             np.testing.assert_allclose(a @ b, wanted, atol=TOLERANCE * ALPHA)
 
 
-def test_targets_are_named_by_their_shortest_endings():
-    def binding(name: str) -> Binding:
-        return Binding(f"{name}.weight", (1, 1), (), lambda _: (), lambda _: np.zeros(0))
-
-    names = [f"h.{i}.{m}.c_proj" for i in range(2) for m in ("attn", "mlp")] + ["h.0.q", "h.1.q"]
-    every = [binding(name) for name in names]
-    assert endings(names, every) == ["c_proj", "q"]
-    assert endings(["h.0.attn.c_proj", "h.1.attn.c_proj"], every) == ["attn.c_proj"]
-    assert endings(["h.1.q", "h.0.mlp.c_proj"], every) == ["0.mlp.c_proj", "1.q"]
-
-
 def test_what_cannot_be_exported(tmp_path):
-    model = model_config(config_of("LlamaForCausalLM"))
+    model = model_config(config_of("llama"))
     write_lora_run(tmp_path / "whole", Config(model=model))
     with pytest.raises(ValueError, match="rank=0, no adapters"):
         export_adapter(str(tmp_path / "whole"), str(tmp_path / "peft"))
@@ -152,9 +112,7 @@ def test_what_cannot_be_exported(tmp_path):
 
 
 def test_what_cannot_be_read(tmp_path):
-    model, wide = (
-        model_config(config_of("LlamaForCausalLM") | {"hidden_size": size}) for size in (32, 48)
-    )
+    model, wide = (model_config(config_of("llama") | {"hidden_size": size}) for size in (32, 48))
     write_lora_run(tmp_path / "run", Config(model=model), rank=RANK, alpha=ALPHA)
     folder = export_adapter(str(tmp_path / "run"), str(tmp_path / "peft"))
     settings, weights = json.loads((folder / SETTINGS).read_text()), folder / WEIGHTS

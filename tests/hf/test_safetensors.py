@@ -119,7 +119,6 @@ WRITER_MISTAKES = {
         lambda w: w.write_rows("x", [np.zeros(1, "f4")] * 3),
         r"float32\[3\], announced was float32\[2\]",
     ),
-    "few rows": (lambda w: w.write_rows("x", [np.zeros(1, "f4")]), r"float32\[1\], announced"),
     "missing": (lambda w: w.write("x", np.zeros(2, "f4")), "1 tensors were not written: y"),
 }  # fmt: skip
 WRITER_MISTAKES["twice"] = (
@@ -153,36 +152,23 @@ def entry(dtype="F32", shape=(2,), offsets=(0, 8), **more):
 EIGHT = b"01234567"
 HOSTILE = {
     "nothing": (b"", "0 bytes"),
-    "short": (b"1234567", "7 bytes"),
     "header beyond the file": (file_of({}, length=9), "truncated"),
     "header of 2^64 - 1 bytes": (file_of({}, length=2**64 - 1), "above the limit of 100000000"),
-    "header above 100 MB": (file_of({}, length=100_000_001), "above the limit"),
     "no JSON": (file_of(b"{nonsense}"), "JSON is damaged"),
     "no UTF-8": (file_of(b'{"\xff":1}'), "JSON is damaged"),
-    "a list": (file_of(b"[1]"), r"begins with b'\[1\]'"),
-    "an empty header": (file_of(b""), "begins with b''"),
     "deep": (file_of(b'{"a":' * 100_000), "JSON is damaged"),
-    "deep lists": (file_of(b'{"a":' + b"[" * 5_000_000), "JSON is damaged"),
     "a number of many digits": (file_of(b'{"a":' + b"9" * 1_000_000 + b"}"), "JSON is damaged"),
     "key twice": (file_of(b'{"a":{},"a":{}}'), "'a' is given twice"),
-    "dtype twice": (file_of(b'{"a":{"dtype":"F32","dtype":"F16"}}'), "'dtype' is given twice"),
     "metadata": (file_of({"__metadata__": {"format": 1}}), "__metadata__ is"),
     "no entry": (file_of({"a": 1}), "expected dtype, shape and data_offsets"),
-    "missing field": (file_of({"a": {"dtype": "F32", "shape": [2]}}), "expected dtype, shape"),
     "more fields": (file_of({"a": entry(more=1)}, EIGHT), "expected dtype, shape"),
     "unknown dtype": (file_of({"a": entry("F8_E5M2", [8])}, EIGHT), "has dtype 'F8_E5M2'"),
-    "dtype is a list": (file_of({"a": entry(["F32"])}, EIGHT), "has dtype"),
     "negative size": (file_of({"a": entry(shape=[-2])}, EIGHT), "sizes >= 0"),
-    "negative sizes": (file_of({"a": entry(shape=[-1, -2])}, EIGHT), "sizes >= 0"),
-    "size of no number": (file_of({"a": entry(shape=[2.0])}, EIGHT), "sizes >= 0"),
     "size true": (file_of({"a": entry("F64", shape=[True])}, EIGHT), "sizes >= 0"),
-    "huge size": (file_of({"a": entry(shape=[2**63])}, EIGHT), "sizes >= 0"),
     "product beyond 64 bits": (file_of({"a": entry(shape=[2**62, 4, 2])}, EIGHT), "takes"),
     "many dimensions": (file_of({"a": entry(shape=[1] * 100_000)}, EIGHT), "at most 16"),
     "bytes do not fit": (file_of({"a": entry(shape=[3])}, EIGHT), "takes 12 bytes"),
     "offsets reversed": (file_of({"a": entry(offsets=[8, 0])}, EIGHT), r"expected \[begin, end\]"),
-    "three offsets": (file_of({"a": entry(offsets=[0, 8, 8])}, EIGHT), "expected"),
-    "negative offset": (file_of({"a": entry(offsets=[-8, 0])}, EIGHT), "expected"),
     "beyond the file": (file_of({"a": entry()}, b"1234"), "truncated"),
     "far beyond the file": (
         file_of({"a": entry("U8", [2**62], [0, 2**62])}, EIGHT), "truncated"
@@ -288,14 +274,10 @@ BAD_FOLDERS = {
         lambda f, i, s: swap(f, i, a=s.format(2), b=s.format(1)), "'a' of .*1-of.* is in .*2-of"
     ),
     "escape": (lambda f, i, s: swap(f, i, a="../x.safetensors"), "names the shard '../x"),
-    "absolute": (lambda f, i, s: swap(f, i, a="/x.safetensors"), "names the shard"),
     "no safetensors": (lambda f, i, s: swap(f, i, a="x.bin"), "names the shard 'x.bin'"),
-    "number": (lambda f, i, s: swap(f, i, a=3), "names the shard '3'"),
-    "dict": (lambda f, i, s: swap(f, i, a={}), "names the shard '{}'"),
     "missing shard": (lambda f, i, s: (f / s.format(2)).unlink(), "lacks 1 of the 2 shards"),
     "in two shards": (twice, "is in two shards"),
     "no index": (lambda f, i, s: (f / INDEX).write_text("[]"), "is list, not an object"),
-    "no map": (lambda f, i, s: (f / INDEX).write_text("{}"), "no weight_map"),
     "both": (lambda f, i, s: (f / SINGLE).write_bytes(b""), "hence two models"),
 }  # fmt: skip
 

@@ -9,7 +9,7 @@ from maxmeg.config.schema import Config
 from maxmeg.data.chat import template as chat
 from maxmeg.data.chat.template import ChatTemplate, load_chat_template
 from maxmeg.data.tokenizers.load import load_tokenizer
-from maxmeg.inference.prompts import encoded, end_tokens, with_system
+from maxmeg.inference.prompts import encoded, end_tokens
 
 ONE = CHATS["one"]
 
@@ -38,8 +38,8 @@ def test_many_chats_are_rendered_in_order(monkeypatch):
 HOSTILE = {
     "attribute": ("{{ ''.__class__ }}", "reads the attribute '__class__' of a str"),
     "attribute by filter": ("{{ messages | attr('__class__') }}", "reads the attribute"),
-    "attribute by format": ("{{ '{0.__class__}'.format(1) }}", "reads the attribute"),
     "attribute by map": ("{{ messages | map(attribute='__len__') | list }}", "reads the attribute"),
+    "attribute by format": ("{{ '{0.__class__}'.format(1) }}", "reads the attribute"),
     "globals of a function": ("{{ raise_exception.__globals__ }}", "reads the attribute"),
     "namespace": ("{% set n = namespace(__class__=1) %}", "sets the attribute '__class__'"),
     "change of a message": ("{{ messages.append(1) }}", "SecurityError"),
@@ -49,13 +49,7 @@ HOSTILE = {
     "recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "without end"),
     "memory": ("{{ ('a' * 10**10) | length }}", "needs more than 512 MiB"),
     "long text": ("{{ 'a' * 10**6 }}" * 20, "renders more than 16777216 characters"),
-    "deep nesting": (
-        "{{ " + "(" * 10**5 + "1" + ")" * 10**5 + " }}",
-        "cannot render text|ended its",
-    ),
     "no template": ("{% for %}", "TemplateSyntaxError"),
-    "refusal": ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-    "wrong types": ("{{ messages + 1 }}", "TypeError"),
 }
 
 
@@ -80,13 +74,6 @@ def test_the_failing_chat_is_numbered():
 def test_bad_messages_are_shown(messages):
     with pytest.raises(ValueError, match="conversation 2 of 2: "):
         template(PLAIN).render([ONE, messages])
-
-
-def test_system_messages_come_first_and_once():
-    system = {"role": "system", "content": "s"}
-    assert with_system(ONE, "s") == [system, *ONE]
-    assert with_system(ONE, "") == ONE
-    assert with_system(CHATS["several"], "s") == CHATS["several"]
 
 
 def test_chat_templates_are_found_in_all_places(tmp_path):
@@ -165,9 +152,7 @@ BOS = {"bos_token": "<s>"}
     ("processor", "config", "opening"),
     [
         (None, None, ()),
-        (None, BOS, ()),
         (POST, BOS, (0,)),
-        (POST, None, (0,)),
         (None, {**BOS, "add_bos_token": True}, ()),
         (POST, {**BOS, "add_bos_token": False}, (0,)),
     ],

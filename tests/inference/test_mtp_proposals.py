@@ -129,14 +129,6 @@ def test_proposals_change_no_reply(kind, parallel):
         assert ahead.programs.compiled() == 2
 
 
-@pytest.mark.slow
-def test_mtp_layers_with_states_make_no_proposals(monkeypatch):
-    states = {"mtp.layers": "mamba,mlp", "mamba.num_heads": 4, "mamba.num_groups": 1}
-    monkeypatch.setitem(KINDS, "states", KINDS["grouped"] | states)
-    with pytest.raises(ValueError, match="proposals=1: this model has layers with states"):
-        engine(1, "states")
-
-
 def test_more_proposals_than_layers_are_refused():
     config = config_of("grouped")
     unread = Trained(None, config, load_tokenizer("bytes"), 0, mesh_of(config))  # pyright: ignore

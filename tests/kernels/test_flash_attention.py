@@ -45,14 +45,10 @@ class Case:
 CHUNK = 6
 PACKED = ((20, 1, 30, 13), (5, 40, 19, 0), (64, 0, 0, 0))
 CASES = {
-    "full": Case(FlashSpec(causal=False), 32, 32),
     "full, odd lengths": Case(FlashSpec(causal=False), 33, 45),
-    "one query": Case(FlashSpec(causal=False), 1, 45),
-    "causal": Case(FlashSpec(), 64, 64),
     "causal, odd lengths": Case(FlashSpec(), 61, 61),
     "causal, blocks longer than rows": Case(FlashSpec(), 61, 61, rows=8, block=32),
     "causal, one block": Case(FlashSpec(), 5, 5, rows=16, block=16),
-    "later queries": Case(FlashSpec(), 20, 61, offset=41),
     "queries of a longer cache": Case(FlashSpec(), 20, 64, offset=17),
     "queries before all keys": Case(FlashSpec(), 40, 64, offset=-20),
     "queries past all keys": Case(FlashSpec(window=10), 40, 50, offset=40),
@@ -60,12 +56,10 @@ CASES = {
     "window of one": Case(FlashSpec(window=1), 40, 40),
     "window, both sides": Case(FlashSpec(causal=False, window=9), 61, 61),
     "window wider than all": Case(FlashSpec(window=1000), 40, 40),
-    "chunks": Case(FlashSpec(chunk=24), 61, 61),
     "chunks, both sides": Case(FlashSpec(causal=False, chunk=20), 61, 61),
     "chunks, window, later queries": Case(FlashSpec(chunk=16, window=6), 30, 61, offset=31),
     "packed": Case(FlashSpec(segments=True), 64, 64, segments=PACKED),
     "packed, both sides": Case(FlashSpec(causal=False, segments=True), 64, 64, segments=PACKED),
-    "packed, window": Case(FlashSpec(segments=True, window=7), 64, 64, segments=PACKED),
     "packed, later queries": Case(FlashSpec(segments=True), 30, 64, offset=34, segments=PACKED),
     "chunks apart": Case(FlashSpec(), 24, 64, chunks=(1, 4, 5, 9)),
     "packed, chunks apart": Case(

@@ -11,11 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 DAEMONS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol")
-NODES = (
-    "127.0.0.11",
-    "127.0.0.12",
-    "127.0.0.13",
-)  # names that JAX's coordinator address can be resolved from
+# Names that JAX's coordinator address can be resolved from.
+NODES = ("127.0.0.11", "127.0.0.12", "127.0.0.13")
 FIRST_PORT = 17001
 UP_SECONDS = 60
 ENDED_SECONDS = 40

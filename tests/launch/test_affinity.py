@@ -1,6 +1,5 @@
 """The CPUs that a process is bound to, on a machine with two sockets of four GPUs."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -70,9 +69,3 @@ def test_a_process_is_bound_within_its_cpus(machine, monkeypatch, allowed, devic
     monkeypatch.setattr(affinity.os, "sched_setaffinity", lambda *call: calls.append(call))
     assert bind_near_gpus(devices, ALL, *machine) == (bound or set())
     assert calls == ([] if bound is None else [(0, bound)])
-
-
-def test_this_machine_keeps_its_cpus_where_it_has_no_gpus(tmp_path):
-    before = os.sched_getaffinity(0)
-    assert bind_near_gpus((0,), {}, tmp_path, tmp_path) == set()
-    assert os.sched_getaffinity(0) == before

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -10,9 +9,6 @@ from pathlib import Path
 
 import pytest
 from slurm_cluster import NODES, can_start, lose_node, slurm_cluster, wait_until
-from tiny_servers import SIZES, Server, make_run
-
-from maxmeg.__main__ import main
 
 REPOSITORY = Path(__file__).parents[2]
 SETTINGS = {
@@ -121,34 +117,6 @@ def test_a_preempted_job_is_requeued_and_resumes(cluster, tmp_path):
     assert steps(tmp_path) == list(range(1, 151))
     logs = tmp_path / f"logs/maxmeg-{job}"
     assert sorted(path.name for path in logs.iterdir()) == [f"{rank}.log" for rank in range(4)]
-
-
-def test_the_preflight_runs_on_all_nodes_first(cluster, tmp_path):
-    job = submit(cluster, tmp_path, 2, MAXMEG_DOCTOR="1")
-    wait_until(lambda: ended(cluster, job), SECONDS)
-    log = log_of(tmp_path)
-    assert state(cluster, job) == "COMPLETED", log
-    assert "all-reduce over 2, GB/s" in log and log.index("all-reduce") < log.index("mesh")
-
-
-def test_two_nodes_serve_one_model(cluster, tmp_path, capsys):
-    """With the bytes of one process on the same mesh, and an end at SIGTERM with code 0."""
-    run, log = make_run(tmp_path, **{"attention.num_kv_heads": 2}), tmp_path / "log.jsonl"
-    arguments = f"--run_dir={run}", "--tensor=2", f"--log={log}", "--port=0", *SIZES
-    script = str(REPOSITORY / "launch/serve.sbatch")
-    job = sbatch(cluster, tmp_path, script, *arguments, HOME=str(tmp_path))
-    wait_until(lambda: re.search(r"step 0, at http://\S+/v1", log_of(tmp_path)), SECONDS)
-    port = re.findall(r"step 0, at http://\S+:(\d+)", log_of(tmp_path))[0]
-    key = (tmp_path / ".maxmeg_key").read_text()
-    server = Server(None, f"http://{NODES[0]}:{port}", key)  # pyright: ignore
-    wait_until(lambda: server.ask("/health").status == 200, SECONDS)
-    body = {"prompt": "Hi", "max_tokens": 50, "seed": 1, "logprobs": 1}
-    assert [server.ask("/v1/completions", body | {"n": n}).status for n in (1, 5)] == [200, 200]
-    subprocess.run(["scancel", "--signal=TERM", job], env=cluster, check=True, timeout=20)
-    wait_until(lambda: ended(cluster, job), SECONDS)
-    assert state(cluster, job) == "COMPLETED", log_of(tmp_path)
-    main(["replay", str(log)])
-    assert capsys.readouterr().out.endswith("2 requests, 0 of them not the same\n")
 
 
 def test_a_job_that_loses_a_node_goes_on_with_a_spare_one(cluster, tmp_path):

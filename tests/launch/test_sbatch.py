@@ -81,6 +81,13 @@ def test_slurm_restarts_a_run_that_hung_or_lost_a_process(tmp_path, codes, calls
     assert (actual, noted) == (code, calls), errors
 
 
+def test_slurm_measures_every_gpu_first_where_it_is_asked_to(tmp_path):
+    assert trained(tmp_path, ["0", "0"], MAXMEG_DOCTOR="1")[0] == 0
+    first, then = (tmp_path / "calls.options").read_text().splitlines()
+    assert "maxmeg.doctor" in first and "maxmeg.train --config=x.py" in then
+    assert trained(tmp_path, ["1"], MAXMEG_DOCTOR="1")[0] == 1  # a slow one: no training
+
+
 @pytest.mark.parametrize(
     ("gpus", "nodes", "variables", "ntasks", "per_node"),
     [

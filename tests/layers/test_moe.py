@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from sharded_layers import check_equal, drawn, on_mesh
+from sharded_layers import TOLERANCE, check_equal, drawn, on_mesh
 
+from maxmeg.layers import balance
 from maxmeg.layers.context import Context
 from maxmeg.layers.mlp import Mlp
 from maxmeg.layers.moe import Moe, MoeSpec
@@ -21,6 +22,7 @@ from maxmeg.parallel import collectives
 from maxmeg.parallel.mesh import AXES, BATCH_AXES, make_mesh
 from maxmeg.parallel.rules import storage_specs
 from maxmeg.parallel.spmd import spmd
+from maxmeg.parallel.trainable import trained
 
 B, L, D, F, E = 8, 8, 16, 24, 8
 PLAIN = MoeSpec(D, F, routing=RoutingSpec(E, 2))
@@ -157,7 +159,7 @@ def dropped(spec: MoeSpec, is_chosen_TE, weights_TE, parts: tuple[int, int]):
 
 
 def looped(moe: Moe, x_BLD, parts: tuple[int, int] = (1, 1)):
-    """(output, balance losses) by the definitions, every expert on every token.
+    """(output, auxiliary values) by the definitions, every expert on every token.
 
     parts: rows and sequences are cut into for what an expert takes.
     """
@@ -180,8 +182,8 @@ def looped(moe: Moe, x_BLD, parts: tuple[int, int] = (1, 1)):
         weights = weights / weights.sum(-1, keepdims=True) if rule.normalize_weights else weights
     else:
         weights = jax.nn.softmax(jnp.where(is_chosen, logits, -jnp.inf))
-    if spec.capacity:
-        weights = jnp.where(dropped(spec, is_chosen, weights, parts), 0, weights)
+    beyond = dropped(spec, is_chosen, weights, parts) if spec.capacity else jnp.zeros(1, bool)
+    weights = jnp.where(beyond, 0, weights)
     inner = x if moe.latent_down is None else x @ moe.latent_down.weight[...]
     y = rule.scale * jnp.einsum("te,etd->td", weights, outputs(spec, moe.experts, inner))
     y = y if moe.latent_up is None else y @ moe.latent_up.weight[...]
@@ -196,23 +198,36 @@ def looped(moe: Moe, x_BLD, parts: tuple[int, int] = (1, 1)):
         return E / (rule.top_k * len(shares) ** 2) * (shares.sum(0) * chosen.sum(0)).sum()
 
     rows = zip(jnp.split(shares, B), jnp.split(is_chosen, B), strict=True)
-    loss = spec.aux_loss * uneven(shares, is_chosen)
-    loss += spec.sequence_aux_loss * sum(uneven(*row) for row in rows) / B
+    losses = {
+        "load_balancing_loss": uneven(shares, is_chosen),
+        "seq_load_balancing_loss": sum(uneven(*row) for row in rows) / B,
+        "z_loss": jnp.mean(jax.nn.logsumexp(logits, axis=-1) ** 2),
+    }
     if moe.load is not None:
         share = moe.load[...] / moe.load[...].sum()
-        loss += spec.global_aux_loss * E * (shares.mean(0) * jax.lax.stop_gradient(share)).sum()
-    loss += spec.z_loss * jnp.mean(jax.nn.logsumexp(logits, axis=-1) ** 2)
-    return y.reshape(x_BLD.shape), loss
+        evenness = E * (shares.mean(0) * jax.lax.stop_gradient(share)).sum()
+        losses["global_load_balancing_loss"] = evenness
+    aux = {name: len(x) * rule.top_k * loss for name, loss in losses.items()}
+    aux |= {"expert_tokens": is_chosen.sum(0), "expert_dropped": beyond.sum()}
+    return y.reshape(x_BLD.shape), aux
 
 
 @functools.cache
 def expected(spec: MoeSpec, parts: tuple[int, int] = (1, 1), is_crowded: bool = False):
     """Output, and gradients of (weighted output + balance losses) in weights and input."""
     x_BLD, slope_BLD = inputs()
+    coefficients = {
+        "load_balancing_loss": spec.aux_loss,
+        "seq_load_balancing_loss": spec.sequence_aux_loss,
+        "global_load_balancing_loss": spec.global_aux_loss,
+        "z_loss": spec.z_loss,
+    }
 
     def loss(moe, x_BLD):
-        y_BLD, balance = looped(moe, x_BLD, parts)
-        return jnp.sum(y_BLD * slope_BLD) + WEIGHT * balance, y_BLD
+        y_BLD, aux = looped(moe, x_BLD, parts)
+        losses = [factor * aux[name] for name, factor in coefficients.items() if factor]
+        total = sum(losses) / (B * L * spec.routing.top_k)
+        return jnp.sum(y_BLD * slope_BLD) + WEIGHT * total, y_BLD
 
     gradient = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
     (_, y_BLD), slopes = gradient(model(spec, is_crowded), x_BLD)
@@ -243,6 +258,34 @@ def test_output_and_gradients_are_those_of_a_loop_over_experts(name, fields, siz
     run, operands = on_devices(spec, sizes, fold, name == "crowded")
     wanted = expected(spec, parts if spec.capacity else (1, 1), name == "crowded")
     check_equal(run(*operands), wanted)
+
+
+def test_auxiliary_values_are_the_losses_without_coefficients():
+    """Summed over copies of tokens, whatever the weight of the microbatch; they set the state."""
+    how = {"bias_balancing": True, "bias_rate": 0.5, "capacity": 0.5}
+    moe, (x_BLD, _) = model(dataclasses.replace(SPECS["balanced"], **how)), inputs()
+    moe.bias[...] = jnp.zeros(E)
+    ctx = Context(jnp.zeros((B, L), int), microbatch_weight=WEIGHT)
+    aux, wanted = jax.jit(lambda moe: (moe(x_BLD, ctx)[2], looped(moe, x_BLD)[1]))(moe)
+    assert aux.keys() == wanted.keys() and wanted["expert_dropped"] > 0
+    for name, value in wanted.items():
+        np.testing.assert_allclose(aux[name], value, rtol=TOLERANCE)
+    moe.update(aux)
+    counts = np.asarray(wanted["expert_tokens"])
+    np.testing.assert_array_equal(moe.load[...], counts)
+    np.testing.assert_array_equal(moe.bias[...], 0.5 * np.sign(counts.mean() - counts))
+    assert not jax.tree.leaves(trained([moe.bias, moe.load]))
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 4])
+def test_each_piece_of_the_sequence_drops_by_itself(pieces):
+    spec = dataclasses.replace(PLAIN, **HALF)
+    experts = np.random.default_rng(0).integers(0, E, (B, pieces, L // pieces, 2))
+    limit = math.ceil(B * L // pieces * 2 / E * spec.capacity)
+    counts = [np.bincount(experts[:, n].reshape(-1), minlength=E) for n in range(pieces)]
+    dropped_by = jax.jit(lambda experts_TK: balance.dropped(experts_TK, B, pieces, spec))
+    found = dropped_by(jnp.asarray(experts.reshape(-1, 2)))
+    assert float(found) == np.maximum(np.array(counts) - limit, 0).sum() > 0
 
 
 @pytest.mark.parametrize("fields", [{"pad": True}, {"backend": "batched"}], ids=str)

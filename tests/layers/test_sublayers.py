@@ -11,7 +11,6 @@ from sharded_layers import drawn
 
 from maxmeg.layers.context import Context
 from maxmeg.layers.embedding import Embedding, Positions, lookup
-from maxmeg.layers.linear import Linear
 from maxmeg.layers.mlp import MlpSpec
 from maxmeg.layers.moe import rows_of_experts
 from maxmeg.layers.norm import Norm, NormSpec
@@ -126,20 +125,6 @@ def test_biases_of_experts_sum_their_gradients_in_float32(sizes_E):
     (sums,) = map(np.asarray, gradient(bias_ED))
     assert sums.dtype == jnp.bfloat16 and (sums[0] == 4096).all()
     assert (sums[1] == (4096 if sizes_E is None else 0)).all()
-
-
-@pytest.mark.parametrize(
-    ("axes", "row_parallel"), [(("embed", "mlp"), False), (("mlp", "embed"), True)]
-)
-def test_the_axes_of_a_projection_say_how_it_is_parallel(axes, row_parallel):
-    linear = Linear(jax.random.key(0), (D, F), axes, std=0.1, bias=True)
-    assert linear.row_parallel is row_parallel
-    assert linear.bias.get_metadata()["axes"] == (("norm",) if row_parallel else ("mlp",))
-    x_BLD = normal(B, L, D)
-    linear.bias[...] = normal(F)
-    assert close(
-        linear(x_BLD), double(x_BLD) @ double(linear.weight[...]) + double(linear.bias[...])
-    )
 
 
 def test_every_layer_and_place_has_its_own_dropout_key():

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxmeg.ops.attention.call import Operands, ScoreSpec, attention_with_lse
+from maxmeg.ops.attention.spec import AttentionDropout
+from maxmeg.ops.random import random_bits
 
 UNSEEN = -1e30  # log-sum-exp of a query that sees nothing
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
@@ -46,7 +48,7 @@ CASES = {
     "all keys": Case(7, heads=4, groups=2, spec=FULL),
     "cross": Case(5, 9, spec=FULL),
     "blocks": Case(48, heads=4, groups=2, block=8),
-    "uneven blocks": Case(45, block=16),
+    "sinks alone": Case(9, 6, offset=-4, sinks=True),
     "blocks of all keys": Case(40, 24, spec=FULL, block=16),
     "blocks continued": Case(40, 48, offset=8, block=16),
     "blocks within pieces": Case(70, heads=4, groups=2, block=2),
@@ -74,7 +76,7 @@ CASES = {
     "sinks": Case(7, heads=4, groups=2, sinks=True),
     "sinks in blocks": Case(45, heads=4, groups=2, sinks=True, block=8),
     "sinks, window": Case(21, heads=4, groups=2, sinks=True, spec=ScoreSpec(window=4)),
-    "sinks alone": Case(9, 6, offset=-4, sinks=True),
+    "uneven blocks": Case(45, block=16),
     "everything": Case(
         *(45, 45, 4, 2, 12, 8),
         spec=ScoreSpec(window=9, chunk=16, softcap=1.5, scale=0.5),
@@ -129,6 +131,15 @@ def sees_place(spec: ScoreSpec, place: int, key: int) -> bool:
     if spec.window and abs(place - key) >= spec.window:
         return False
     return not spec.chunk or place // spec.chunk == key // spec.chunk
+
+
+def dropout_factors(case: Case, dropout: AttentionDropout) -> np.ndarray:
+    """What multiplies the weights [B, H, L, M], by the row, head and query of each."""
+    heads_H, places_L = dropout.first_head + jnp.arange(case.heads), jnp.arange(case.length)
+    coordinates = dropout.rows_B[:, None, None], heads_H[:, None], places_L
+    shape = (2, case.heads, case.length, case.keys or case.length)
+    bits = random_bits(shape, dropout.key, *coordinates)
+    return np.asarray(bits >= np.uint32(round(dropout.rate * 2**32))) / (1 - dropout.rate)
 
 
 def expected(case: Case, arrays: list, operands: Operands, dropout=None) -> dict[str, np.ndarray]:

@@ -1,4 +1,4 @@
-"""The recurrence of the chunked scan in NumPy, and random inputs for it."""
+"""The recurrence of the chunked scan and its reverse in NumPy, and random inputs for them."""
 
 import dataclasses
 
@@ -72,51 +72,12 @@ def inputs_of(case: Case) -> tuple[dict, np.ndarray | None]:
     return {name: np.float32(x).astype(np.float64) for name, x in arrays.items()}, segments
 
 
-def recurrence(q, k, v, log_decay, beta=None, state=0.0, segments=None):
-    """(y, last state), token by token; also of complex numbers."""
-    heads, outputs = v.shape[2] // k.shape[2], []
-    q, k = np.repeat(q, heads, axis=2), np.repeat(k, heads, axis=2)
-    decay = np.exp(log_decay.reshape(*v.shape[:3], -1))
-    for t in range(v.shape[1]):
-        if segments is not None and t:
-            state = state * (segments[:, t] == segments[:, t - 1])[:, None, None, None]
-        state = decay[:, t, ..., None] * state + np.zeros((*k[:, t].shape, v.shape[-1]))
-        known = 0 if beta is None else np.einsum("bhn,bhnp->bhp", k[:, t], state)
-        u = (v[:, t] - known) * (1 if beta is None else beta[:, t, :, None])
-        state = state + np.einsum("bhn,bhp->bhnp", k[:, t], u)
-        outputs.append(np.einsum("bhn,bhnp->bhp", q[:, t], state))
-    return np.stack(outputs, axis=1), state
-
-
 def slopes_of(case: Case) -> tuple[np.ndarray, np.ndarray]:
     """Gradients of a loss with respect to y and the last state."""
     rng, B = np.random.default_rng(case.seed + 1), case.rows
     sizes = (B, case.length, case.heads, case.value), (B, case.heads, case.state, case.value)
     d_y, d_state = (np.float32(rng.normal(size=size)).astype(np.float64) for size in sizes)
     return d_y, d_state
-
-
-def derivative(name: str, direction: np.ndarray, arrays: dict, segments, slopes: tuple) -> float:
-    """That of sum(y d_y) + sum(state d_state) along a direction of one input, by a complex step,
-    which is exact to rounding."""
-    moved = arrays | {name: arrays[name] + 1e-30j * direction}
-    results = recurrence(**moved, segments=segments)
-    total = sum((one * slope).sum() for one, slope in zip(results, slopes, strict=True))
-    return float(total.imag / 1e-30)
-
-
-def with_gradients(function):
-    """Jitted (arrays, segments, d_y, d_state) -> (y, state, gradients by name)."""
-
-    def run(arrays, segments, d_y, d_state):
-        (y, state), pull = jax.vjp(lambda arrays: function(arrays, segments), arrays)
-        return y, state, pull((d_y, d_state))[0]
-
-    return jax.jit(run)
-
-
-def float32(tree):
-    return jax.tree.map(np.float32, tree)
 
 
 def arrays_of(case: Case, dtype: str) -> tuple[dict, np.ndarray | None]:
@@ -134,20 +95,22 @@ def signed(arrays: dict) -> dict:
     return arrays | {name: SIGNS[name] * abs(arrays[name]) for name in SIGNS if name in arrays}
 
 
-def expected(case: Case, arrays: dict, segments: np.ndarray | None) -> dict[str, np.ndarray]:
-    """Of a scan with one decay per head y, the last state, and each input's gradient for
-    `rounded_slopes`: the recurrence in float64 and its reverse."""
+def expected(
+    case: Case, arrays: dict, segments: np.ndarray | None, slopes: tuple | None = None
+) -> dict[str, np.ndarray]:
+    """y, the last state, and each input's gradient for `slopes`, by default `rounded_slopes`: the
+    recurrence in float64, token by token, and its reverse."""
     wide = signed({name: np.asarray(x, np.float64) for name, x in arrays.items()})
-    heads = case.heads // case.groups
+    heads, by_channel = case.heads // case.groups, wide["log_decay"].ndim == 4
     q, k = (np.repeat(wide[name], heads, axis=2) for name in ("q", "k"))
-    v, slopes = wide["v"], rounded_slopes(case, arrays)
+    v, slopes = wide["v"], slopes or rounded_slopes(case, arrays)
     d_y, d_state = (np.asarray(x, np.float64) for x in slopes)
     beta = wide["beta"][..., None] if "beta" in wide else np.ones((*v.shape[:3], 1))
-    is_delta, decay = "beta" in wide, np.exp(wide["log_decay"])[..., None, None]
+    is_delta, decay = "beta" in wide, np.exp(wide["log_decay"]).reshape(*v.shape[:3], -1, 1)
     if segments is not None:
         decay[:, 1:] *= (segments[:, 1:] == segments[:, :-1])[..., None, None, None]
     states, kept, rests, ys = [wide.get("state", np.zeros_like(d_state))], [], [], []
-    for t in range(case.length):
+    for t in range(v.shape[1]):
         kept.append(decay[:, t] * states[-1])
         rests.append(v[:, t] - is_delta * np.einsum("bhn,bhnp->bhp", k[:, t], kept[-1]))
         states.append(kept[-1] + k[:, t, ..., None] * (beta[:, t] * rests[-1])[:, :, None])
@@ -158,7 +121,7 @@ def expected(case: Case, arrays: dict, segments: np.ndarray | None) -> dict[str,
         slope = np.einsum("bhnp,bhp->bhn", state, other)
         grads[name][:, t] += slope.reshape(case.rows, case.groups, heads, -1).sum(axis=2)
 
-    for t in reversed(range(case.length)):
+    for t in reversed(range(v.shape[1])):
         put("q", t, states[t + 1], d_y[:, t])
         d_state = d_state + q[:, t, ..., None] * d_y[:, t, :, None]
         d_u = np.einsum("bhn,bhnp->bhp", k[:, t], d_state)
@@ -169,7 +132,8 @@ def expected(case: Case, arrays: dict, segments: np.ndarray | None) -> dict[str,
             put("k", t, kept[t], -d_v)
             d_state = d_state - k[:, t, ..., None] * d_v[:, :, None]
         d_state = decay[:, t] * d_state
-        grads["log_decay"][:, t] = np.einsum("bhnp,bhnp->bh", d_state, states[t])
+        d_decay = np.einsum("bhnp,bhnp->bhn", d_state, states[t])
+        grads["log_decay"][:, t] = d_decay if by_channel else d_decay.sum(axis=-1)
     for name in SIGNS.keys() & grads.keys():
         grads[name] *= SIGNS[name] * np.sign(np.asarray(arrays[name], np.float64))
     grads["state"] = d_state
@@ -186,12 +150,16 @@ def rounded_slopes(case: Case, arrays: dict) -> tuple:
 def run(case: Case, arrays: dict, segments: np.ndarray | None, backend: str) -> dict:
     """As `expected`, by the op."""
 
-    def scan(arrays, segments):
-        *inputs, state = (signed(arrays).get(name) for name in NAMES)
-        return chunk_scan(*inputs, segments, state, ScanSpec(case.chunk, backend))
+    @jax.jit
+    def results(arrays, segments, slopes):
+        def scan(arrays):
+            *inputs, state = (signed(arrays).get(name) for name in NAMES)
+            return chunk_scan(*inputs, segments, state, ScanSpec(case.chunk, backend))
 
-    slopes = rounded_slopes(case, arrays)
-    y, state, grads = with_gradients(scan)(arrays, segments, *slopes)
+        (y, state), pull = jax.vjp(scan, arrays)
+        return y, state, pull(slopes)[0]
+
+    y, state, grads = results(arrays, segments, rounded_slopes(case, arrays))
     return {"y": y, "state": state} | {f"gradient of {name}": x for name, x in grads.items()}
 
 

@@ -1,4 +1,4 @@
-"""Activations against float64 NumPy: values, gradients, and one rounding in bfloat16."""
+"""Activations against float64 NumPy: one rounding in bfloat16, clamps and offsets of gates."""
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +8,8 @@ from layers.test_sublayers import FORMULAS
 
 from maxmeg.ops.activation import ACTIVATIONS, GATED, activate
 
-FINITE_DIFFERENCES = 1e-5  # of float64 formulas, against gradients in float32
+FLOAT32 = 1e-5  # relative, and of numbers near 0
 BFLOAT16 = 2**-8  # of each value: one rounding of the result
-STEP = 1e-6
 
 
 def inputs(name: str) -> dict[str, np.ndarray]:
@@ -21,20 +20,6 @@ def inputs(name: str) -> dict[str, np.ndarray]:
 
 def formula(name: str, x, up=1.0):
     return FORMULAS[name](np.float64(x)) * np.float64(up)
-
-
-@pytest.mark.parametrize("name", ACTIVATIONS)
-def test_gradients_equal_finite_differences(name):
-    given = inputs(name)
-    cotangent = np.random.default_rng(1).normal(size=(3, 40)).astype(np.float32)
-    actual = jax.jit(jax.grad(lambda g: jnp.sum(activate(name, **g) * cotangent)))(given)
-    for key in given:
-        ends = []
-        for sign in (1, -1):
-            moved = {k: np.float64(v) + (sign * STEP if k == key else 0) for k, v in given.items()}
-            ends.append(formula(name, **moved))
-        slope = cotangent * (ends[0] - ends[1]) / (2 * STEP)
-        assert np.abs(actual[key] - slope).max() <= FINITE_DIFFERENCES * np.abs(slope).max(), key
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -55,4 +40,4 @@ def test_clamped_and_offset_gates():
     x, up = (np.float64(given[key]) for key in ("x", "up"))
     assert (x > 1.5).any() and (x < -1.5).any() and (np.abs(up) > 1.5).any()
     expected = formula("quick_geglu", np.minimum(x, 1.5), np.clip(up, -1.5, 1.5) + 1)
-    np.testing.assert_allclose(actual, expected, rtol=FINITE_DIFFERENCES, atol=FINITE_DIFFERENCES)
+    np.testing.assert_allclose(actual, expected, rtol=FLOAT32, atol=FLOAT32)

@@ -1,7 +1,6 @@
 """Every attention backend over one table, against softmax attention in float64 NumPy."""
 
 import dataclasses
-import functools
 import logging
 import re
 
@@ -13,9 +12,9 @@ from ops.attention_cases import (
     CASES,
     FULL,
     TOLERANCE,
-    UNSEEN,
     Case,
     arrays_of,
+    dropout_factors,
     error,
     expected,
     run,
@@ -50,15 +49,6 @@ def prepared(name: str, dtype: str, monkeypatch) -> tuple:
     if case.block <= WITHIN_PIECES:
         monkeypatch.setattr(xla, "PIECES", 4)  # each is compiled separately
     return case, *arrays_of(case, dtype)
-
-
-def attend(arrays, operands, spec, **options):
-    """`attention` compiled anew (QUERY_BLOCK may have changed), the offset static."""
-
-    def call(arrays, others):
-        return attention(*arrays, spec, others._replace(offset=operands.offset), **options)
-
-    return jax.tree.map(np.asarray, jax.jit(call)(arrays, operands))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -134,21 +124,6 @@ def test_non_finite_values_reach_only_queries_that_see_them(name, value, monkeyp
         assert np.isfinite(actual[key]).all()
 
 
-def test_a_query_that_sees_nothing_gives_zero_and_no_gradient():
-    case, arrays, operands = (
-        CASES["before the keys"],
-        *arrays_of(CASES["before the keys"], "float32"),
-    )
-    actual = run(case, arrays, operands, "xla", jax.jit)
-    assert not actual["out"][:, :4].any() and not actual["dq"][:, :4].any()
-    assert (actual["lse"][:, :4] == np.float32(UNSEEN)).all() and np.isfinite(actual["lse"]).all()
-    case = CASES["sinks alone"]
-    arrays, operands = arrays_of(case, "float32")
-    actual = run(case, arrays, operands, "xla", jax.jit)
-    np.testing.assert_allclose(actual["lse"][:, :4], np.broadcast_to(operands.sinks_H, (2, 4, 2)))
-    assert not actual["out"][:, :4].any()
-
-
 @pytest.mark.parametrize("spec", thinned([ScoreSpec(window=64), FULL, ScoreSpec()], 3))
 def test_memory_does_not_hold_all_scores(spec, monkeypatch):
     """Forward and backward, packed documents: scores of one block and some copies of the rows."""
@@ -177,17 +152,6 @@ def test_what_an_old_gpu_lacks_is_named_and_auto_takes_the_reference(named, monk
             jax.eval_shape(lambda x: attention(x, x, x), x)
     (record,) = caplog.records
     assert record.getMessage().startswith("attention backend: xla (cudnn: it needs compute")
-
-
-def test_auto_runs_the_reference_on_a_cpu_and_says_so_once(caplog):
-    arrays, operands = arrays_of(CASES["grouped"], "float32")
-    choice.log_choice.cache_clear()
-    with caplog.at_level(logging.INFO, "maxmeg"):
-        actual = [
-            attend(arrays[:3], operands, ScoreSpec(), backend=b) for b in ("auto", "auto", "xla")
-        ]
-    np.testing.assert_array_equal(actual[0], actual[2])
-    assert [record.getMessage() for record in caplog.records] == ["attention backend: xla"]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -242,17 +206,6 @@ def test_attention_in_plain_xla_on_a_gpu_is_a_warning_with_its_price(why, monkey
     assert ("mosaic" in text) == ("softcap" in why)
 
 
-def test_a_named_backend_that_cannot_run_raises_and_says_why():
-    arrays, operands = arrays_of(CASES["grouped"], "float32")
-    with pytest.raises(
-        ValueError,
-        match=r"cudnn cannot run: the device is cpu.*use auto or mosaic or triton or xla for model",
-    ):
-        attend(arrays[:3], operands, ScoreSpec(), backend="cudnn")
-    with pytest.raises(ValueError, match="'flash' is none of auto, cudnn, mosaic, triton, xla"):
-        attend(arrays[:3], operands, ScoreSpec(), backend="flash")
-
-
 def test_where_no_backend_can_run_the_error_lists_what_each_supports(monkeypatch):
     monkeypatch.setattr(choice, "target_platform", lambda: "cuda")
     x = jnp.zeros((1, 4, 2, 8), jnp.float8_e4m3fn)
@@ -281,39 +234,16 @@ def test_invalid_arguments_are_refused():
             ScoreSpec(**{name: -1})
 
 
-def dropped(first_head: int = 0, rows: tuple[int, ...] = (0, 1)):
-    """Attention whose values are the identity, so that the output shows the weights."""
-    q, k = arrays_of(DROPPED, "float32")[0][:2]
-    k = np.repeat(k, DROPPED.heads // DROPPED.groups, axis=2)
-    q, k = (array[list(rows)][:, :, first_head:] for array in (q, k))
-    v = np.broadcast_to(np.eye(k.shape[1], dtype=np.float32)[:, None], (*k.shape[:3], k.shape[1]))
-    spec = AttentionDropout(jax.random.key(5), jnp.array(rows), first_head, 0.3)
-    return attend((q, k, v), Operands(dropout=spec), DROPPED.spec, backend="xla")  # [B, L, H, M]
-
-
-@functools.cache
-def all_dropped() -> np.ndarray:
-    return dropped() == 0
-
-
-DROPPED = Case(24, heads=4, groups=2)
-
-
-def test_dropped_weights_have_the_rate_and_a_mask_for_each_row_and_head():
-    whole, seen = all_dropped(), np.tri(24, dtype=bool)[:, None]
-    drops = whole[np.broadcast_to(seen, whole.shape)]
-    assert abs(drops.mean() - 0.3) < 5 * (0.3 * 0.7 / drops.size) ** 0.5
-    assert len(np.unique(whole[:, -1].reshape(-1, 24), axis=0)) == 8  # 2 rows x 4 heads
-
-
-@pytest.mark.parametrize(
-    ("part", "block"),
-    [({"first_head": 2}, 512), ({"rows": (1,)}, 512), ({}, 8), ({}, 1)],  # 1: within pieces
-    ids=str,
-)
-def test_dropped_weights_depend_only_on_row_head_and_query(part, block, monkeypatch):
-    whole = all_dropped()
+@pytest.mark.parametrize("block", [512, 8, 1])  # 1: within pieces
+def test_dropped_weights_depend_only_on_row_head_and_query(block, monkeypatch):
+    """Also of some rows and heads of a larger call. (Gradients: test_attention_context.py.)"""
     monkeypatch.setattr(xla, "PIECES", 6)
     monkeypatch.setattr(xla, "QUERY_BLOCK", block)
-    wanted = whole[list(part.get("rows", (0, 1)))][:, :, part.get("first_head", 0) :]
-    np.testing.assert_array_equal(dropped(**part) == 0, wanted)
+    case = Case(24, heads=4, groups=2)
+    arrays, operands = arrays_of(case, "float32")
+    dropout = AttentionDropout(jax.random.key(5), jnp.array([3, 1]), 2, 0.3)
+    wanted = expected(case, arrays, operands, dropout_factors(case, dropout))
+    how = operands._replace(dropout=dropout)
+    call = jax.jit(lambda *qkv: attention_with_lse(*qkv, case.spec, how, backend="xla"))
+    for name, array in zip(("out", "lse"), call(*arrays[:3]), strict=True):
+        assert error(array, wanted[name]) <= TOLERANCE["float32"], name

@@ -7,22 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from ops.attention_cases import Case, arrays_of
+from ops.attention_cases import Case, arrays_of, dropout_factors
 from ops.attention_cases import expected as attention_in_numpy
 
-from maxmeg.config.recompute import kept_names
 from maxmeg.ops.attention.context import ContextCall, attention_over_context
 from maxmeg.ops.attention.context_choice import ContextStrategy
 from maxmeg.ops.attention.rounds import Expand
 from maxmeg.ops.attention.spec import AttentionDropout, Operands, ScoreSpec
-from maxmeg.ops.random import random_bits
-from maxmeg.parallel.collectives import keeps
 from maxmeg.parallel.mesh import AXES, CONTEXT_AXES, make_mesh
 from maxmeg.parallel.placement import in_context_order
 from maxmeg.parallel.spmd import spmd
 
 TOLERANCE = 1e-6  # of the largest value, float32
-RATE = 0.25
 CAUSAL = ScoreSpec()
 CASE = functools.partial(Case, 48, heads=8, groups=2, head_dim=8, value_dim=4)
 DOCUMENTS = (3, 17, 11, 17)
@@ -44,6 +40,7 @@ FEATURES = {
 }
 DROPS = ("dropout", "dropout, window")
 B, L, H, K, V = 2, 48, 8, 8, 4
+DROPOUT = AttentionDropout(jax.random.key(3), jnp.arange(B), 0, rate=0.25)
 
 
 def strategies(context: int) -> dict[str, ContextStrategy]:
@@ -84,11 +81,7 @@ def expected(feature: str) -> list[np.ndarray]:
     """Output, and gradients of q, kv and sinks, in float64."""
     arrays, operands = arrays_of(FEATURES[feature], "float32")
     arrays[4] = 0 * arrays[4]  # the log-sum-exp is no result
-    factors = None
-    if feature in DROPS:
-        coordinates = np.arange(B)[:, None, None], np.arange(H)[:, None], np.arange(L)
-        bits = random_bits((B, H, L, L), jax.random.key(3), *map(jnp.asarray, coordinates))
-        factors = np.asarray(bits >= np.uint32(RATE * 2**32)) / (1 - RATE)
+    factors = dropout_factors(FEATURES[feature], DROPOUT) if feature in DROPS else None
     wanted = attention_in_numpy(FEATURES[feature], arrays, operands, factors)
     d_kv = np.concatenate((wanted["dk"], wanted["dv"]), axis=-1)
     return [wanted["out"], wanted["dq"], d_kv, wanted["dsinks"]]
@@ -103,11 +96,9 @@ def actual(context: int, strategy: ContextStrategy, feature: str, chunks: int) -
     placed = in_context_order(arrays, context, chunks)
 
     def local(q, kv, slope, segments, chunks, sinks_H):
-        drop = AttentionDropout(jax.random.key(3), jnp.arange(B), 0, RATE)
-
         def run(q, kv, sinks_H):
             sinks = sinks_H if case.sinks else None
-            how = Operands(0, segments, None, sinks, drop if feature in DROPS else None)
+            how = Operands(0, segments, None, sinks, DROPOUT if feature in DROPS else None)
             call = ContextCall(q, kv, Expand(K), (), case.spec, how, chunks_BC=chunks)
             return attention_over_context(call, strategy)[0]
 
@@ -129,28 +120,6 @@ def test_results_and_gradients_equal_attention_over_the_row(context, strategy, f
     found = actual(context, strategies(context)[strategy], feature, chunks)
     for one, other in zip(found, expected(feature), strict=True):
         assert np.abs(one - other).max() <= TOLERANCE * max(np.abs(other).max(), 1)
-
-
-def attention(remat: str, q, kv, slope):
-    """Sum of products with the slope, recomputed as in a layer."""
-
-    def run(q, kv):
-        call = ContextCall(q, kv, Expand(K), (), CAUSAL, Operands())
-        return jnp.sum(attention_over_context(call, ContextStrategy("ring"))[0] * slope)
-
-    return jax.checkpoint(run, policy=keeps(kept_names(remat)))(q, kv)
-
-
-@pytest.mark.parametrize(("recompute", "rings"), [("minimal", 3), ("selective", 3), ("full", 4)])
-def test_backward_runs_a_ring_again_only_under_full_recomputation(recompute, rings):
-    """A ring sends keys once forward, and keys and their gradients once backward."""
-    context = 4
-    mesh = make_mesh(dict.fromkeys(AXES, 1) | {"context": context}, jax.devices()[:context])
-    gradients = jax.value_and_grad(functools.partial(attention, recompute), (0, 1))
-    cut = P(None, CONTEXT_AXES)
-    run = jax.jit(spmd(gradients, mesh, (cut,) * 3, (P(), (cut,) * 2)))
-    text = str(run.lower(*inputs("causal")[:3]).as_text())
-    assert text.count("stablehlo.collective_permute") == rings * (context - 1)
 
 
 def test_backward_of_a_ring_stores_what_flash_attention_stores():

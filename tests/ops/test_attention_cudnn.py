@@ -10,7 +10,6 @@ import pytest
 from jax import lax
 from ops.attention_cases import CASES, NAMES, TOLERANCE, arrays_of, error, expected, run
 
-import maxmeg.ops.attention.call as module
 import maxmeg.ops.attention.cudnn as cudnn
 import maxmeg.ops.attention.xla as xla
 from maxmeg.ops import backend as choice
@@ -99,20 +98,6 @@ def test_nothing_against_large_heads_on_hopper(monkeypatch):
         assert refusal(sizes=(192, 128)) == ""
         actual = refusal(sizes=(192, 128), device=BLACKWELL)
         assert reason in actual and bool(reason) == bool(actual)
-
-
-def test_auto_takes_cudnn_where_it_can(monkeypatch):
-    monkeypatch.setattr(choice, "target_platform", lambda: "cuda")
-
-    def chosen(head_dim: int, dtype: str, **options) -> str:
-        x = jax.ShapeDtypeStruct((1, 4, 2, head_dim), dtype)
-        call = (x, x, x, ScoreSpec(**options), Operands())
-        return module.choice(call, "auto", choice.target_device())[0]
-
-    assert chosen(64, "bfloat16") == "cudnn"
-    assert chosen(64, "float32") == "xla"
-    assert chosen(64, "bfloat16", softcap=1.0) == "xla"
-    assert chosen(512, "bfloat16") == "xla"
 
 
 LOWERED = {  # head dims, queries and keys, spec, operands

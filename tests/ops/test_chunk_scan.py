@@ -3,25 +3,14 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from ops.chunk_scan_cases import (
-    NAMES,
-    Case,
-    derivative,
-    float32,
-    inputs_of,
-    recurrence,
-    slopes_of,
-    with_gradients,
-)
+from ops.chunk_scan_cases import NAMES, TOLERANCE, Case, arrays_of, error, expected, run
 
 from maxmeg.ops import chunk_scan as module
 from maxmeg.ops import chunk_tile
 from maxmeg.ops.chunk_scan import ScanSpec, chunk_scan, chunk_scan_step
 
-TOLERANCE = 1e-5  # of the largest value, float32
 SMALL = 6000  # bytes: several tiles of few heads in these small cases
 QUICK = {
     "mamba": Case("mamba"),
@@ -41,137 +30,67 @@ LONG = [
 ]
 
 
-def scanned(case: Case):
-    def scan(arrays, segments):
-        *inputs, state = (arrays.get(name) for name in NAMES)
-        return chunk_scan(*inputs, segments, state, ScanSpec(case.chunk))
-
-    return scan
-
-
-def check(found, wanted, tolerance: float = TOLERANCE) -> None:
-    assert np.abs(np.float64(found) - wanted).max() <= tolerance * max(np.abs(wanted).max(), 1e-3)
+def results(case: Case, dtype: str = "float32") -> tuple[dict, dict[str, float]]:
+    """(what the op gives, its errors by name)."""
+    arrays, segments = arrays_of(case, dtype)
+    actual, wanted = run(case, arrays, segments, "auto"), expected(case, arrays, segments)
+    return actual, {name: error(actual[name], wanted[name]) for name in wanted}
 
 
-def check_slope(slope, direction: np.ndarray, wanted: float) -> None:
-    """A gradient's product with a direction; its errors add up like random numbers."""
-    slope = np.float64(slope)
-    assert abs(np.vdot(slope, direction) - wanted) <= TOLERANCE * np.linalg.norm(slope)
-
-
-def check_case(case: Case) -> None:
-    arrays, segments = inputs_of(case)
-    given = float32(arrays), segments, *float32(slopes_of(case))
-    y, state, slopes = with_gradients(scanned(case))(*given)
-    wanted_y, wanted_state = recurrence(**arrays, segments=segments)
-    check(y, wanted_y)
-    check(state, wanted_state)
-    rng = np.random.default_rng(7)
-    for name, slope in slopes.items():
-        for _ in range(3):
-            direction = rng.normal(size=slope.shape)
-            wanted = derivative(name, direction, arrays, segments, slopes_of(case))
-            check_slope(slope, direction, wanted)
-
-
-@pytest.mark.parametrize("name", QUICK)
-def test_values_and_gradients_are_those_of_the_recurrence(name, monkeypatch):
-    """Documents, groups, an initial state, a length that chunks do not divide, several tiles."""
-    monkeypatch.setattr(module, "WORKSPACE", SMALL)
-    check_case(QUICK[name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", range(len(LONG)))
-def test_other_sizes(number, monkeypatch):
-    if number % 2:
+@pytest.mark.parametrize(
+    "case", [*QUICK.values(), *(pytest.param(case, marks=pytest.mark.slow) for case in LONG)]
+)
+def test_values_and_gradients_are_those_of_the_recurrence(case: Case, monkeypatch):
+    """Documents, groups, an initial state, lengths that chunks do not divide, several tiles."""
+    if case.documents:
         monkeypatch.setattr(module, "WORKSPACE", SMALL)
-    check_case(dataclasses.replace(LONG[number], seed=number))
-
-
-@pytest.mark.parametrize("name", QUICK)
-def test_token_by_token_equals_the_recurrence(name):
-    case = dataclasses.replace(QUICK[name], documents=False, length=3)
-    arrays, _ = inputs_of(case)
-    given = [float32(arrays).get(one) for one in NAMES]
-    wanted_y, wanted_state = recurrence(**arrays)
-    y, state = jax.jit(chunk_scan_step)(*given)
-    check(y, wanted_y)
-    check(state, wanted_state)
-
-
-@pytest.mark.slow
-def test_a_state_without_queries():
-    case = dataclasses.replace(QUICK["delta"], documents=False)
-    arrays, _ = inputs_of(case)
-    given = [float32(arrays).get(name) for name in NAMES[1:]]
-    y, state = jax.jit(lambda *a: chunk_scan(None, *a[:4], None, a[4], ScanSpec(4)))(*given)
-    assert y is None
-    check(state, recurrence(**arrays)[1])
-
-
-def test_the_inverse_keeps_its_digits_where_keys_repeat():
-    """All entries 1 below the diagonal: the powers of the matrix reach 1e18."""
-    lower_ST = np.tril(np.ones((64, 64), np.float32), -1)
-    found_ST = jax.jit(chunk_tile.inverse)(lower_ST)
-    check(found_ST, np.linalg.inv(np.eye(64) + lower_ST), 1e-6)
+    errors = results(case)[1]
+    assert all(e <= TOLERANCE["float32"] for e in errors.values()), errors
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mamba", "delta", "kda", "channels"])
 def test_strong_decays_overflow_nowhere(kind):
-    """exp(-200 x 16) and its inverse are not float32 numbers."""
+    """exp(-200 x 16) and its inverse are not float32 numbers. Gradients nearly vanish."""
     case = Case(kind, groups=2, heads=2, chunk=16, length=40, decay=200.0)
-    arrays, segments = inputs_of(case)
-    given = float32(arrays), segments, *float32(slopes_of(case))
-    y, state, slopes = with_gradients(scanned(case))(*given)
-    wanted_y, wanted_state = recurrence(**arrays, segments=segments)
-    check(y, wanted_y)
-    check(state, wanted_state)
-    assert all(np.isfinite(slope).all() for slope in slopes.values())
+    actual, errors = results(case)
+    assert all(errors[name] <= TOLERANCE["float32"] for name in ("y", "state"))
+    assert all(np.isfinite(array).all() for array in actual.values())
 
 
 @pytest.mark.slow
 def test_bfloat16_inputs_are_scanned_in_float32():
-    case = QUICK["delta"]
-    arrays, segments = inputs_of(case)
-    rounded = {
-        name: np.asarray(jnp.bfloat16(x)) if name in ("q", "k", "v") else np.float32(x)
-        for name, x in arrays.items()
-    }
-    wanted, state = recurrence(
-        **{name: x.astype(np.float64) for name, x in rounded.items()}, segments=segments
-    )
-    y, last = jax.jit(scanned(case))(rounded, segments)
-    assert y.dtype == jnp.bfloat16 and last.dtype == jnp.float32
-    check(y.astype(jnp.float32), wanted, 2**-8)
-    check(last, state)
+    actual, errors = results(QUICK["delta"], "bfloat16")
+    assert actual["y"].dtype == "bfloat16" and actual["state"].dtype == "float32"
+    assert errors["y"] <= 2**-8 and errors["state"] <= TOLERANCE["float32"]
+
+
+def of_names(case: Case) -> tuple[list, dict]:
+    """(operands in order, what the recurrence gives)."""
+    arrays, _ = arrays_of(case, "float32")
+    return [arrays.get(name) for name in NAMES], expected(case, arrays, None)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_token_by_token_equals_the_recurrence(name):
+    operands, wanted = of_names(dataclasses.replace(QUICK[name], documents=False, length=3))
+    y, state = jax.jit(chunk_scan_step)(*operands)
+    assert error(y, wanted["y"]) <= TOLERANCE["float32"]
+    assert error(state, wanted["state"]) <= TOLERANCE["float32"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("heads", "groups", "delta"), [(128, 1, False), (128, 128, True)], ids=["mamba", "delta"]
-)
-def test_temporaries_are_small(heads, groups, delta):
-    """At 8192 tokens, with 512 MB for the decays between tokens of chunks alone."""
-    B, L, N, P, limit = 1, 8192, 128, 64, 16 << 20
+def test_a_state_without_queries():
+    (_, *rest), wanted = of_names(dataclasses.replace(QUICK["delta"], documents=False))
+    y, last = jax.jit(lambda *a: chunk_scan(None, *a[:4], None, a[4], ScanSpec(4)))(*rest)
+    assert y is None and error(last, wanted["state"]) <= TOLERANCE["float32"]
 
-    def array(*shape):
-        return jax.ShapeDtypeStruct(shape, jnp.float32)
 
-    beta = array(B, L, heads) if delta else None
-    keys, y, state = array(B, L, groups, N), array(B, L, heads, P), array(B, heads, N, P)
-    inputs = keys, keys, y, array(B, L, heads), beta, None, state
-
-    def scan(*inputs):
-        return chunk_scan(*inputs, spec=ScanSpec(64 if delta else 128))
-
-    def gradients(inputs, slopes):
-        return jax.vjp(scan, *inputs)[1](slopes)
-
-    for function, given in ((scan, inputs), (gradients, (inputs, (y, state)))):
-        compiled = jax.jit(function).lower(*given).compile()
-        assert compiled.memory_analysis().temp_size_in_bytes <= limit
+def test_the_inverse_keeps_its_digits_where_keys_repeat():
+    """All entries 1 below the diagonal: the powers of the matrix reach 1e18."""
+    lower_ST = np.tril(np.ones((64, 64), np.float32), -1)
+    inverse_ST = jax.jit(chunk_tile.inverse)(lower_ST)
+    assert error(inverse_ST, np.linalg.inv(np.eye(64) + lower_ST)) <= 1e-6
 
 
 SIZES = {"q": (1, 8, 2, 4), "k": (1, 8, 2, 4), "v": (1, 8, 4, 3), "g": (1, 8, 4)}

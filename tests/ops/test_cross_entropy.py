@@ -1,7 +1,6 @@
 """Every backend of linear + cross entropy over one table, against float64 NumPy."""
 
 import functools
-import logging
 import re
 
 import jax
@@ -198,7 +197,7 @@ def test_chunks_cover_all_rows_once(total, size, multiple):
     assert chunks.size % multiple == 0 or chunks.size == total
 
 
-def test_auto_chooses_by_the_size_of_the_logits_and_says_so_once(caplog):
+def test_auto_chooses_by_the_size_of_the_logits():
     def found(tokens, words, device, chunk=2048):
         return module.preference(tokens, words, chunk, device)[0]
 
@@ -208,20 +207,6 @@ def test_auto_chooses_by_the_size_of_the_logits_and_says_so_once(caplog):
     assert found(8192, 256_000, GPU, chunk=1024) == "xla"
     assert found(512, 256_000, GPU) == "xla"
     assert found(8192, 32_000, CPU) == "xla" and found(8192, 128_256, CPU) == "tiled"
-    arrays = [jnp.asarray(x) for x in arrays_of(CASES["plain"], "float32")]
-    dispatch.log_choice.cache_clear()
-    with caplog.at_level(logging.INFO, "maxmeg"):
-        for _ in range(2):
-            linear_cross_entropy(*arrays, CASES["plain"].spec)
-    assert [record.getMessage() for record in caplog.records] == [
-        "linear + cross entropy backend: xla"
-    ]
-
-
-def test_every_choice_names_backends_and_some_choice_fits_anything():
-    assert all(set(choice.order) <= set(module.BACKENDS) for choice in module.CHOICES)
-    for device in (CPU, GPU):
-        assert module.preference(10**6, 10**9, 10**6, device)
     assert module.choice("tiled", 1, 1, 1, CPU) == "tiled"
 
 

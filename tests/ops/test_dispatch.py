@@ -139,16 +139,6 @@ def test_capacity_is_a_share_rounded_up(tokens, top_k, experts, factor, capacity
     assert capacity_of(tokens, top_k, experts, factor) == capacity
 
 
-@pytest.mark.parametrize("kind", ["random", "one expert"])
-def test_nothing_is_dropped_and_tokens_keep_their_order(kind):
-    experts = choices(kind, 2)
-    order = sort_by_expert(jnp.asarray(experts), EXPERTS)
-    assert np.array_equal(order.sizes_E, np.bincount(experts.reshape(-1), minlength=EXPERTS))
-    copies = np.asarray(order.copies_R)
-    assert np.array_equal(copies, np.argsort(experts.reshape(-1), kind="stable"))
-    assert np.array_equal(copies[np.asarray(order.rows_TK)].reshape(-1), np.arange(copies.size))
-
-
 def test_no_array_has_a_dimension_of_experts_beside_that_of_tokens():
     """No one-hot dispatch, and backward scatters nothing."""
     experts = jnp.asarray(choices("random", 2))

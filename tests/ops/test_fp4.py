@@ -21,8 +21,10 @@ from maxmeg.ops.recipes import recipe_of
 E2M1, E4M3 = ml_dtypes.float4_e2m1fn, ml_dtypes.float8_e4m3fn
 ROUNDINGS, SIGMAS = 10_000, 4
 BFLOAT16, CANCELLED = 2.0**-6, 0.02  # of results; of sums of numbers of either sign near 10
-PRODUCT = {"nvfp4": 0.17, "mxfp4": 0.17, "qat_nvfp4": 0.17, "qat_mxfp4": 0.13, "qat_int8": 0.02}
+NAMES = ("nvfp4", "mxfp4", "qat_nvfp4", "qat_mxfp4", "qat_int8")
 EXACT = 1e-6  # float32 sums of 64 products, against float64
+SUMS = {"float32": EXACT, "bfloat16": 2.0**-7, "float16": 2.0**-10}  # with rounded results
+NVFP4 = 0.17  # products of 4-bit numbers
 BIASED = 0.02  # of the mean of products over keys: 1 / 16 of the error of one
 
 
@@ -66,19 +68,6 @@ def test_codes_are_those_of_transformer_engine(block):
     np.testing.assert_array_equal(
         packed(codes), bytes_of_pairs[:, ::2] | bytes_of_pairs[:, 1::2] << 4
     )
-
-
-def test_what_shares_a_tensor_does_not_change_a_block():
-    """The reason for a power of two as the scale of the tensor."""
-    x = numbers((16, 64))
-    rows = jax.jit(lambda x: Nvfp4().wide(quantize_nvfp4(x, (1, 16)), jnp.float32))
-    for larger in (1, 3, 100):
-        beside = jnp.concatenate([x, larger * jnp.max(jnp.abs(x)) * jnp.ones((16, 64))])
-        alone, beside = (np.asarray(rows(y))[:16] for y in (x, beside))
-        kept = np.abs(np.asarray(x)).reshape(16, 4, 16).max(-1) > 2.0**-4 * larger
-        kept = np.repeat(kept, 16, -1)
-        assert kept.any()
-        np.testing.assert_array_equal(alone[kept], beside[kept])
 
 
 def test_weights_in_squares_serve_both_directions():
@@ -172,7 +161,7 @@ def distance(found, wanted) -> float:
     return float(np.linalg.norm(np.asarray(found, np.float64) - wanted) / np.linalg.norm(wanted))
 
 
-@pytest.mark.parametrize("name", PRODUCT)
+@pytest.mark.parametrize("name", NAMES)
 def test_numbers_that_are_not_finite_spoil_their_products(name):
     """4-bit floats and integers have no NaN, and XLA's maximum on CPUs may lose one."""
     x, w, slope = (jnp.ones(shape) for shape in ((40, 32), (32, 64), (40, 64)))
@@ -185,25 +174,20 @@ def test_numbers_that_are_not_finite_spoil_their_products(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "shape"),
-    thinned(itertools.product(PRODUCT, ["float32", "bfloat16", "float16"], [(), (3,)]), 5),
+    ("name", "dtype", "shape"), thinned(itertools.product(NAMES, SUMS, [(3,), ()]), 6)
 )
-def test_products_are_within_the_error_of_their_format(name, dtype, shape):
-    arrays = operands(shape, dtype)
-    found, wanted = run(of(name), *arrays), exact(*arrays)
-    errors = [distance(*pair) for pair in zip(found, wanted, strict=True)]
-    assert [array.dtype for array in found] == [dtype] * 3
-    assert errors[0] > 1e-3 and max(errors) < PRODUCT[name]
-
-
-@pytest.mark.parametrize("name", [name for name in PRODUCT if name != "nvfp4"])
-def test_backward_multiplies_the_operands_of_forward_with_unrounded_gradients(name):
-    x, w, slope = operands((), "float32")
-    recipe = of(name)
+def test_products_are_those_of_the_rounded_operands(name, dtype, shape):
+    """Backward multiplies the operands of forward; the gradients are rounded by nvfp4 alone."""
+    recipe, (x, w, slope) = of(name), operands(shape, dtype)
     near_x, _, near_w = rounded(recipe, x, w)
     assert np.array_equal(near_x, x) == (name == "qat_mxfp4")
-    for found, wanted in zip(run(recipe, x, w, slope), exact(near_x, near_w, slope), strict=True):
-        assert distance(found, wanted) < EXACT
+    found, wanted = run(recipe, x, w, slope), exact(near_x, near_w, slope)
+    limits = [SUMS[dtype]] * 3
+    if name == "nvfp4":
+        wanted = wanted[0], *exact(x, near_w, slope)[1:]
+        limits[1:] = [NVFP4] * 2
+    for one, other, limit in zip(found, wanted, limits, strict=True):
+        assert one.dtype == dtype and distance(one, other) < limit
 
 
 def test_int8_codes_are_symmetric_by_token_and_by_column():
@@ -277,6 +261,6 @@ def test_the_products_of_gpus_get_blocks_in_rows(shape, monkeypatch):
 def test_gpus_before_blackwell_are_refused():
     with pytest.raises(ValueError, match=r"nvfp4\) needs .* 10\.0 .* found 9\.0: set"):
         quantized.check_device(of("nvfp4"), Device("cuda", (9, 0)))
-    for name in PRODUCT:
+    for name in NAMES:
         if name != "nvfp4":
             quantized.check_device(of(name), Device("cuda", (8, 0)))

@@ -9,7 +9,6 @@ import pytest
 from jax.tree_util import Partial
 from ops.grouped_matmul_cases import RECIPES, e4m3
 
-from maxmeg.ops.experts import packed
 from maxmeg.ops.experts.dispatch import Order, sort_by_expert
 from maxmeg.ops.experts.exchange import Route
 
@@ -56,12 +55,3 @@ def test_rows_to_experts_are_rounded_and_those_from_them_are_not(name: str):
     near(x_slope, wanted[1])
     near(summed, wanted[2])
     np.testing.assert_array_equal(y_slope, wanted[3])
-
-
-@pytest.mark.parametrize(("name", "scales"), [("blockwise", 2), ("mxfp8", 8), ("tensorwise", 1)])
-def test_a_row_is_a_byte_a_number_and_one_a_scale(name: str, scales: int):
-    recipe = RECIPES[name]
-    assert recipe is not None
-    x = jax.ShapeDtypeStruct((3, SIZE), jnp.bfloat16)
-    rows = jax.eval_shape(lambda x: packed.pack(x, recipe), x)
-    assert rows.dtype == jnp.uint8 and rows.shape == (3, SIZE + scales)

@@ -18,7 +18,6 @@ SETTINGS = {
     "partial pairs": (10000.0, 0.25, True),
     "odd part": (10000.0, 0.4, False),  # 16 x 0.4 = 6.4: 6 rotate
 }
-TABLE = pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
 SHAPE = (2, 5, 3, 16)
 
 
@@ -51,33 +50,11 @@ def reference(x, positions, base, fraction, interleaved):
     return np.concatenate([whole, kept], axis=-1)
 
 
-@TABLE
+@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
 def test_rotation_is_a_complex_product(setting):
     x, positions = normal(), np.random.default_rng(1).integers(0, 100, SHAPE[:2])
     out = turn(x, positions, *setting)
     np.testing.assert_allclose(out, reference(x, positions, *setting), rtol=0, atol=TOLERANCE)
-
-
-@TABLE
-def test_products_depend_on_the_distance_only(setting):
-    q, k = normal(seed=2), normal(seed=3)
-
-    def products(shift):
-        positions = np.broadcast_to(np.arange(SHAPE[1]) + shift, SHAPE[:2])
-        turned = (turn(x, positions, *setting) for x in (q, k))
-        return np.einsum("BLHK,BMHK->BHLM", *turned)
-
-    np.testing.assert_allclose(products(0), products(37), rtol=0, atol=10 * TOLERANCE)
-    assert np.abs(products(0) - np.einsum("BLHK,BMHK->BHLM", q, k)).max() > 0.1
-
-
-@TABLE
-def test_the_transpose_rotates_back(setting):
-    """A rotation keeps lengths, and its gradient is the rotation by the opposite angle."""
-    x, positions = normal(), np.broadcast_to(np.arange(SHAPE[1]), SHAPE[:2])
-    out, transpose = jax.vjp(lambda x: turn(x, positions, *setting), x)
-    np.testing.assert_allclose(transpose(out)[0], x, rtol=0, atol=TOLERANCE)
-    assert np.linalg.norm(out) == pytest.approx(np.linalg.norm(x), rel=1e-6)
 
 
 def test_bfloat16_rounds_once():
@@ -109,24 +86,21 @@ def test_linear_and_ntk_scaling():
     np.testing.assert_allclose(np.diff(np.log(actual)), np.log(actual[1]), rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["llama3", "yarn"])
-def test_short_waves_are_kept_and_long_ones_divided(kind):
-    """Between them, by turns in the original length: monotonic."""
+def test_llama3_keeps_short_waves_divides_long_ones_and_mixes_by_turns():
     turns = ORIGINAL * plain() / (2 * np.pi)
-    actual = scaled(kind, low=0.1, high=4.0) / plain()
+    kept = np.clip((turns - 0.1) / 3.9, 0, 1)
+    assert {0, 1} < {*kept}
+    expected = plain() * (kept + (1 - kept) / FACTOR)
+    np.testing.assert_allclose(scaled("llama3", low=0.1, high=4.0), expected, rtol=1e-6)
+
+
+def test_yarn_keeps_short_waves_and_divides_long_ones():
+    """Between them, by dimension: monotonic. The bounds are rounded to whole dimensions."""
+    turns = ORIGINAL * plain() / (2 * np.pi)
+    actual = scaled("yarn", low=0.1, high=4.0) / plain()
     np.testing.assert_allclose(actual[turns > 4.0], 1, rtol=1e-6)
-    outside = turns < (0.1 if kind == "llama3" else 0.03)  # yarn rounds to whole dimensions
-    np.testing.assert_allclose(actual[outside], 1 / FACTOR, rtol=1e-6)
+    np.testing.assert_allclose(actual[turns < 0.03], 1 / FACTOR, rtol=1e-6)
     assert (np.diff(actual) <= 1e-6).all() and ((actual > 0.13) & (actual < 0.99)).any()
-
-
-def test_llama3_between_the_bounds_is_their_mean_by_turns():
-    turns = ORIGINAL * plain() / (2 * np.pi)
-    kept = (turns - 0.1) / 3.9
-    between = (kept > 0) & (kept < 1)
-    actual = scaled("llama3", low=0.1, high=4.0)[between]
-    mean = (kept + (1 - kept) / FACTOR)[between]
-    np.testing.assert_allclose(actual, plain()[between] * mean, rtol=1e-6)
 
 
 def test_dynamic_scaling_is_ntk_with_what_each_row_needs():

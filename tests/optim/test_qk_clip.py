@@ -69,66 +69,39 @@ def test_logits_are_at_most_the_threshold_afterwards(name):
     assert evaluated == {}
 
 
-def megatron_gqa(weight_OI, eta_G, sizes):
-    """_clip_linear_qkv of Megatron-LM (core/transformer/attention.py): a group's rows are those of
-    its query heads, its key head and its value head."""
-    grouped = weight_OI.reshape(len(eta_G), -1, weight_OI.shape[-1])
-    q, k, v = np.split(grouped, np.cumsum(sizes)[:-1], axis=1)
-    eta = eta_G[:, None, None]
-    return np.concatenate([q * eta**ALPHA, k * eta ** (1 - ALPHA), v], axis=1)
+# The power of a group's factor that multiplies its columns of each projection, by Megatron-LM's
+# _clip_linear_qkv (core/transformer/attention.py), _clip_q_proj_weight and _clip_kv_proj_weight
+# (core/transformer/multi_latent_attention.py). The last columns of a head's queries are rotated.
+POWERS = {
+    "gqa": {"query": ALPHA, "key": 1 - ALPHA, "value": 0, "out": 0},
+    "mla": {
+        "query_up": np.repeat([ALPHA, 1], [K, LATENT["rotary_size"]]),
+        **{"key_up": 1 - ALPHA, "value_up": 0, "query_down": 0, "kv_down": 0, "out": 0},
+    },
+}
 
 
-def megatron_mla(weight_OI, eta_H, size, powers):
-    """_clip_q_proj_weight and _clip_kv_proj_weight (core/transformer/multi_latent_attention.py):
-    the first `size` rows of a head, and its others."""
-    heads = weight_OI.reshape(len(eta_H), -1, weight_OI.shape[-1])
-    eta = eta_H[:, None, None]
-    first, rest = heads[:, :size], heads[:, size:]
-    return np.concatenate([first * eta ** powers[0], rest * eta ** powers[1]], axis=1)
-
-
-def by_heads(linear, heads: int, layer: int) -> np.ndarray:
-    """Megatron-LM's rows [heads, columns of a head, in] of one of the stacked layers."""
-    weight_IO = np.asarray(linear.weight[...])[layer]
-    return weight_IO.T.reshape(heads, -1, weight_IO.shape[0])
-
-
-def test_weights_are_those_of_megatrons_formulas():
+@pytest.mark.parametrize("name", POWERS)
+def test_weights_are_those_of_megatrons_formulas(name):
     """Two stacked layers; logits above, at and below the threshold, also negative ones."""
     largest_NH = np.array([[6.0, 1.0, -2.0, 2.5], [3.0, 3.5, 100.0, -1e30]], np.float32)
+    spec, groups = SPECS[name], SPECS[name].num_kv_heads
+    old = drawn(lambda key: jax.vmap(spec.make)(jax.random.split(key)), 0.5)
 
     @jax.jit
     def updated(layer):
         layer.update({LARGEST: jnp.asarray(largest_NH)})
         return layer
 
-    old, old_latent = (
-        drawn(lambda key, spec=SPECS[name]: jax.vmap(spec.make)(jax.random.split(key)), 0.5)
-        for name in ("gqa", "mla")
-    )
-    stacked, latent = updated(old), updated(old_latent)
-    for n, largest_H in enumerate(largest_NH):
-        groups_G = largest_H.reshape(2, 2).max(axis=1)
-        eta_G = np.where(groups_G > THRESHOLD, THRESHOLD / groups_G, 1)
-        parts = [
-            [by_heads(linear, 2, n) for linear in (x.query, x.key, x.value)] for x in (old, stacked)
-        ]
-        before, after = (np.concatenate(part, axis=1) for part in parts)
-        sizes = [part.shape[1] for part in parts[0]]
-        wanted = megatron_gqa(before.reshape(-1, D), eta_G, sizes)
-        np.testing.assert_allclose(after, wanted, rtol=SAME)
-        eta_H = np.where(largest_H > THRESHOLD, THRESHOLD / largest_H, 1)
-        wanted = megatron_mla(
-            by_heads(old_latent.query_up, H, n).reshape(-1, 10), eta_H, K, (ALPHA, 1)
-        )
-        np.testing.assert_allclose(by_heads(latent.query_up, H, n), wanted, rtol=SAME)
-        before = [by_heads(x, H, n) for x in (old_latent.key_up, old_latent.value_up)]
-        before = np.concatenate(before, axis=1)  # Megatron-LM's one up-projection
-        after = [by_heads(x, H, n) for x in (latent.key_up, latent.value_up)]
-        wanted = megatron_mla(before.reshape(-1, 12), eta_H, K, (1 - ALPHA, 0))
-        np.testing.assert_allclose(np.concatenate(after, axis=1), wanted, rtol=SAME)
-    np.testing.assert_array_equal(latent.kv_down.weight[...], old_latent.kv_down.weight[...])
-    np.testing.assert_array_equal(stacked.out.weight[...], old.out.weight[...])
+    new = updated(old)
+    largest_NG = largest_NH.reshape(2, groups, -1).max(axis=2)
+    eta_NG = np.where(largest_NG > THRESHOLD, THRESHOLD / largest_NG, 1)
+    for part, power in POWERS[name].items():
+        before, after = (np.asarray(getattr(x, part).weight[...]) for x in (old, new))
+        if np.any(power):
+            before = before.reshape(*before.shape[:2], groups, -1)
+            before = before * eta_NG[:, None, :, None] ** power
+        np.testing.assert_allclose(after, before.reshape(after.shape), rtol=SAME)
 
 
 def largest(spec: ScoreSpec, *qkv: jax.Array):

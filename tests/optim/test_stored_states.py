@@ -167,10 +167,7 @@ def test_a_run_resumes_with_other_settings(tmp_path):
         back = Steps(config_of({})).resumed(other.save(tmp_path / name))
         assert_same_bits(masters_of(arrays_of(back.state)), masters_of(arrays_of(other.state)))
     loaded = load_run(str(tmp_path / "small"), master_weights=True)
-    small = masters_of(arrays_of(Steps(config_of({})).resumed(saver_of(tmp_path / "small")).state))
+    saver = Checkpointer(tmp_path / "small" / CHECKPOINTS)
+    small = masters_of(arrays_of(Steps(config_of({})).resumed(saver).state))
     loaded_arrays = {f"model.{n}": np.asarray(a) for n, a in to_arrays(loaded.model).items()}
     assert_same_bits(loaded_arrays, small)
-
-
-def saver_of(folder) -> Checkpointer:
-    return Checkpointer(folder / CHECKPOINTS)

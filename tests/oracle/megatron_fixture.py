@@ -1,4 +1,4 @@
-"""torch_dist checkpoints with Megatron's names, of models of transformers, written by torch alone.
+"""torch_dist checkpoints with Megatron's names, of a model of transformers, written by torch alone.
 
 What megatron-core itself would write is in megatron_model.py; here parts are as uneven, and names
 as old, as they can be.
@@ -19,8 +19,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-VOCAB, PADDED, LAYERS, HIDDEN, HEADS, GROUPS, LENGTH = 61, 64, 3, 32, 4, 2, 24
-HEAD = 12  # wider than HIDDEN / HEADS
+VOCAB, PADDED, LAYERS, HIDDEN, HEADS, LENGTH = 61, 64, 3, 32, 4, 24
 
 
 def gpt2() -> tuple[torch.nn.Module, dict]:
@@ -36,39 +35,10 @@ def gpt2() -> tuple[torch.nn.Module, dict]:
     }
 
 
-def qwen3() -> tuple[torch.nn.Module, dict]:
-    config = transformers.Qwen3Config(
-        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS, num_key_value_heads=GROUPS, head_dim=HEAD, rms_norm_eps=1e-6,
-        rope_parameters={"rope_type": "default", "rope_theta": 500.0}, tie_word_embeddings=False,
-        max_position_embeddings=LENGTH,
-    )  # fmt: skip
-    return transformers.Qwen3ForCausalLM(config), {
-        "add_bias_linear": False,
-        "ffn_hidden_size": 48,
-        "group_query_attention": True,
-        "kv_channels": HEAD,
-        "max_position_embeddings": LENGTH,
-        "norm_epsilon": 1e-6,
-        "normalization": "RMSNorm",
-        "num_query_groups": GROUPS,
-        "position_embedding_type": "rope",
-        "qk_layernorm": True,
-        "rotary_base": 500,
-        "swiglu": True,
-        "untie_embeddings_and_output_weights": True,
-    }
-
-
-def interleaved(query, key, value, groups: int) -> torch.Tensor:
-    """[q.. k v] of every group of heads."""
-    parts = [part.reshape(groups, -1, *part.shape[1:]) for part in (query, key, value)]
-    return torch.cat(parts, 1).reshape(-1, *query.shape[1:])
-
-
-def padded(table: torch.Tensor) -> torch.Tensor:
-    """Rows beyond the vocabulary as training leaves them."""
-    return torch.cat([table, torch.randn(PADDED - VOCAB, table.shape[1])])
+def interleaved(qkv: torch.Tensor) -> torch.Tensor:
+    """[q k v] of every head."""
+    parts = [part.reshape(HEADS, -1, *part.shape[1:]) for part in torch.chunk(qkv, 3)]
+    return torch.cat(parts, 1).reshape(qkv.shape)
 
 
 def gpt2_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -79,8 +49,9 @@ def gpt2_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         layers = [read[f"transformer.h.{i}.{name}"] for i in range(LAYERS)]
         return torch.stack([layer.T if layer.ndim == 2 else layer for layer in layers])
 
+    padding = torch.randn(PADDED - VOCAB, HIDDEN)  # as training leaves it
     actual = {
-        "embedding.word_embeddings.weight": padded(read["transformer.wte.weight"]),
+        "embedding.word_embeddings.weight": torch.cat([read["transformer.wte.weight"], padding]),
         "embedding.position_embeddings.weight": read["transformer.wpe.weight"],
     }
     names = {"self_attention.linear_proj": "attn.c_proj", "mlp.linear_fc1": "mlp.c_fc"}
@@ -90,37 +61,11 @@ def gpt2_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         actual[f"decoder.final_layernorm.{kind}"] = read[f"transformer.ln_f.{kind}"]
         for theirs, ours in names.items():
             actual[f"{layer}.{theirs}.{kind}"] = stacked(f"{ours}.{kind}")
-        qkv = [torch.chunk(x, 3) for x in stacked(f"attn.c_attn.{kind}")]
-        qkv = torch.stack([interleaved(*parts, HEADS) for parts in qkv])
+        qkv = torch.stack([interleaved(x) for x in stacked(f"attn.c_attn.{kind}")])
         actual[f"{layer}.self_attention.linear_qkv.{kind}"] = qkv
         norms = {"self_attention.linear_qkv": "ln_1", "mlp.linear_fc1": "ln_2"}
         for theirs, ours in norms.items():
             actual[f"{layer}.{theirs}.layer_norm_{kind}"] = stacked(f"{ours}.{kind}")
-    return actual
-
-
-def qwen3_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Each layer by itself, norms by themselves, the halves of [gate; up] in one."""
-    read = {name: value.detach() for name, value in model.named_parameters()}
-    actual = {
-        "embedding.word_embeddings.weight": padded(read["model.embed_tokens.weight"]),
-        "output_layer.weight": padded(read["lm_head.weight"]),
-        "decoder.final_layernorm.weight": read["model.norm.weight"],
-    }
-    for i in range(LAYERS):
-        ours, theirs = f"model.layers.{i}", f"decoder.layers.{i}"
-        qkv = [read[f"{ours}.self_attn.{name}_proj.weight"] for name in "qkv"]
-        up = [read[f"{ours}.mlp.{name}_proj.weight"] for name in ("gate", "up")]
-        actual |= {
-            f"{theirs}.input_layernorm.weight": read[f"{ours}.input_layernorm.weight"],
-            f"{theirs}.pre_mlp_layernorm.weight": read[f"{ours}.post_attention_layernorm.weight"],
-            f"{theirs}.self_attention.linear_qkv.weight": interleaved(*qkv, GROUPS),
-            f"{theirs}.self_attention.linear_proj.weight": read[f"{ours}.self_attn.o_proj.weight"],
-            f"{theirs}.self_attention.q_layernorm.weight": read[f"{ours}.self_attn.q_norm.weight"],
-            f"{theirs}.self_attention.k_layernorm.weight": read[f"{ours}.self_attn.k_norm.weight"],
-            f"{theirs}.mlp.linear_fc1.weight": torch.cat(up),
-            f"{theirs}.mlp.linear_fc2.weight": read[f"{ours}.mlp.down_proj.weight"],
-        }
     return actual
 
 

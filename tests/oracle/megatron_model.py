@@ -154,7 +154,6 @@ def build(arguments: dict, tensor: int, pipe: int):
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_decoder_block_spec,
         get_gpt_layer_local_spec,
-        get_gpt_mtp_block_spec,
     )
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -163,8 +162,6 @@ def build(arguments: dict, tensor: int, pipe: int):
     fields = {k: v for k, v in known.items() if k in TransformerConfig.__dataclass_fields__}
     if known.get("swiglu"):
         fields |= {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
-    if known.get("squared_relu"):
-        fields |= {"activation_func": lambda x: torch.nn.functional.relu(x).square()}
     if known.get("num_experts"):
         ranks = parallel_state.get_expert_model_parallel_world_size()
         fields |= {"num_moe_experts": known["num_experts"], "expert_model_parallel_size": ranks}
@@ -186,7 +183,6 @@ def build(arguments: dict, tensor: int, pipe: int):
     )
     if known.get("num_experts"):
         spec = get_gpt_decoder_block_spec(config, False, normalization=norm)
-    further = get_gpt_mtp_block_spec(config, spec, False) if config.mtp_num_layers else None
     options = {
         "vocab_size": PADDED,
         "max_sequence_length": LENGTH,
@@ -205,7 +201,7 @@ def build(arguments: dict, tensor: int, pipe: int):
     elif known.get("bert"):
         model = megatron_bert.build(config, **options)
     else:
-        model = GPTModel(config, spec, mtp_block_spec=further, **options)
+        model = GPTModel(config, spec, **options)
     rank = parallel_state.get_tensor_model_parallel_rank()
     counts = [(n, b) for n, b in model.named_buffers() if n.endswith("router.expert_bias")]
     for name, parameter in [*model.named_parameters(), *counts]:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hf_cases import VOCAB, families, old, sparse, with_states
+from hf_cases import VOCAB, YARN, families, gated, old, sparse, with_states
 from safetensors.numpy import load_file, save_file
 
 from maxmeg.config.model import ModelConfig, Norm
@@ -44,6 +44,7 @@ CASES = (
     | sparse()
     | with_states()
     | {"gpt j": ("GPTJForCausalLM", {**old(), "rotary_dim": 4})}
+    | {"yarn": ("LlamaForCausalLM", {**gated(), "rope_parameters": {**YARN, "truncate": True}})}
 )
 
 

@@ -27,7 +27,6 @@ from maxmeg.data.masked.bert import BertDataset
 from maxmeg.data.masked.masking import Masking, Vocabulary
 from maxmeg.data.masked.sentences import SentenceOrder, SentenceSamples
 from maxmeg.data.masked.t5 import T5Dataset
-from maxmeg.data.samples.blending import blended, member_sizes, normalized
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # megatron-core's
@@ -45,20 +44,16 @@ MASKINGS = {
 }
 
 
-def corpus(folder, fewest: int = 0) -> str:
-    random, prefix = np.random.default_rng(3), str(folder / "sentences")
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory) -> str:
+    random, prefix = np.random.default_rng(3), str(tmp_path_factory.mktemp("corpus") / "sentences")
     with IndexedWriter(prefix, SIZE) as writer:
         for _ in range(90):
             longest = int(random.choice([4, 30, 200, 600], p=[0.3, 0.4, 0.25, 0.05]))
-            lengths = random.integers(0, longest, random.integers(fewest, 12))
+            lengths = random.integers(0, longest, random.integers(0, 12))
             # Ids of special tokens, padding too, as a corpus might hold them.
             writer.add_document(random.integers(0, SIZE, lengths.sum()), lengths.tolist())
     return prefix
-
-
-@pytest.fixture(scope="module")
-def prefix(tmp_path_factory) -> str:
-    return corpus(tmp_path_factory.mktemp("corpus"))
 
 
 def vocabulary(pad: int) -> Vocabulary:
@@ -88,7 +83,7 @@ def megatron(kind, config, prefix, folder, length, rules: Masking, seed, sizes, 
             sequence_length=length,
             path_to_cache=str(folder),
             tokenizer=tokenizer(pad),
-            blend=prefix if isinstance(prefix, tuple) else ([prefix], None),
+            blend=([prefix], None),
             split=SPLIT,
             masking_probability=rules.probability,
             short_sequence_probability=rules.short_probability,
@@ -157,25 +152,6 @@ def test_bert(prefix, tmp_path, name, length, has_pairs, seed, pad):
             np.testing.assert_array_equal(batch["token_types"][row, :size], sample["types"][:size])
             assert not batch["token_types"][row, size:].any()
         assert batch["loss_mask"].any()
-
-
-def test_blends(prefix, tmp_path):
-    (tmp_path / "other").mkdir()
-    prefixes, rules = [prefix, corpus(tmp_path / "other", fewest=2)], MASKINGS["words"]
-    kind = (BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig)
-    blend, sizes = (prefixes, [0.3, 0.7]), [700, 1, 1]
-    theirs, *_ = megatron(*kind, blend, tmp_path, 64, rules, 5, sizes, classification_head=True)
-    weights = normalized(blend[1])
-    each, total = member_sizes(weights, 700, 0.005)
-    members = [
-        BertDataset(IndexedDataset(p), SPLIT, 0, 64, vocabulary(0), rules, SentenceOrder(5, n))
-        for p, n in zip(prefixes, each, strict=True)
-    ]
-    ours = blended(members, weights, total)
-    assert ours.num_samples == len(theirs)
-    rows = ours.batch(np.arange(0, 700, 9))["tokens"]
-    for row, n in zip(rows, range(0, 700, 9), strict=True):
-        np.testing.assert_array_equal(row, theirs[n]["text"])
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
+from maxmeg.data.corpus.indexed import DTYPES
 from maxmeg.data.prepare.encoding import Options
 from maxmeg.data.prepare.merge import merge
 from maxmeg.data.prepare.run import Share, prepare
@@ -71,6 +72,10 @@ def write_megatrons(rows: list[dict], key: str, folder: Path, prefix: Path, eod:
             lengths[-1] += 1
         builder.add_document(document, lengths)
     builder.finalize(f"{prefix}.idx")
+
+
+def test_codes_of_dtypes_are_megatrons():
+    assert {DType.code_from_dtype(dtype.type): dtype for dtype in DTYPES.values()} == DTYPES
 
 
 @pytest.mark.parametrize("eod", [False, True])

@@ -10,7 +10,6 @@ import pytest
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what its imports say of optional packages
-    from megatron.core.datasets import helpers
     from megatron.core.datasets.blended_megatron_dataset_builder import (
         BlendedMegatronDatasetBuilder,
     )
@@ -20,8 +19,7 @@ with warnings.catch_warnings():
 from maxmeg.config.data import DataConfig
 from maxmeg.data.build import build_dataset
 from maxmeg.data.corpus.indexed import IndexedWriter
-from maxmeg.data.samples.blending import blending_index, exhaustive_index, normalized, parse_blend
-from maxmeg.data.samples.megatron_order import MegatronOrder, MegatronSamples
+from maxmeg.data.samples.blending import parse_blend
 from maxmeg.data.tokenizers.load import load_tokenizer
 
 pytestmark = [
@@ -121,45 +119,6 @@ def test_orders_are_megatrons(corpora, tmp_path, name):
             if i % 7 == 0:
                 assert_rows_equal(actual, wanted, i)
     assert compared >= 20 and epochs > 2 and (separate or "one" in name)
-
-
-def test_boundaries_are_the_compiled_helpers():
-    random = np.random.default_rng(3)
-    for _ in range(200):
-        lengths = random.integers(0, random.integers(2, 60), random.integers(1, 40))
-        lengths = lengths.astype(np.int32)
-        length = int(random.integers(1, 50))
-        if not lengths.sum():
-            continue
-        samples = MegatronSamples(
-            lengths, length, int(random.integers(100)), MegatronOrder(int(random.integers(1, 80)))
-        )
-        wanted = helpers.build_sample_idx(
-            lengths,
-            samples.documents,
-            length,
-            samples.plan.num_epochs,
-            samples.num_tokens,
-            True,
-            True,
-        )
-        actual = np.stack(samples.boundaries(np.arange(samples.num_samples + 1)), 1)
-        assert np.array_equal(actual, wanted)
-
-
-def test_turns_are_the_compiled_helpers():
-    random = np.random.default_rng(4)
-    for members in [1, 2, 3, 5, 12, 13, 40] * 4:
-        weights = normalized(random.random(members) ** random.integers(1, 6) + 1e-4)
-        size = int(random.integers(1, 6000 if members % 2 else 120_000))
-        turns, numbers = np.zeros(size, np.int16), np.zeros(size, np.int64)
-        helpers.build_blending_indices(turns, numbers, weights, members, size, False)
-        assert np.array_equal(blending_index(weights, size), turns)
-        sizes = random.integers(1, 200, members)
-        turns = np.zeros(sizes.sum(), np.int16)
-        numbers = np.zeros(sizes.sum(), np.int64)
-        helpers.build_exhaustive_blending_indices(turns, numbers, sizes, members)
-        assert np.array_equal(exhaustive_index(sizes.tolist()), turns)
 
 
 BLENDS = (

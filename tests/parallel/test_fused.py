@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 
 from maxmeg.layers.attention import Attention, AttentionSpec
 from maxmeg.layers.linear import Linear, project
@@ -32,40 +31,21 @@ def attention(width: int = D, bias: bool = False) -> Attention:
     return layer
 
 
-def fused(layer, mesh, zero1: bool = False):
-    """(the layer fused on a mesh, its reductions): shapes in the local view."""
-    specs, places = storage_specs(layer, mesh, False), reductions(layer, mesh, zero1)
-    found = []
-
-    def local(layer):
-        found.append(fuse(layer, places, mesh))
-        return jnp.zeros(())
-
-    jax.eval_shape(spmd(local, mesh, (specs,), P()), layer)
-    return found[0]
-
-
-def test_parts_are_the_projections_columns_on_each_device():
-    """tensor 4: a device has two query heads and, before `KvSlice`, all keys and values."""
-    layer, mesh = attention(), mesh_of(tensor=4)
-    model, places = fused(layer, mesh)
-    assert fused_widths(model.query.weight) == (2 * K, G * K, G * K)
-    assert model.query.weight.shape == (D, (2 + 2 * G) * K)
-    assert model.query.weight.get_metadata("sizes") == (D, (H + 2 * G) * K)
-    assert model.key.weight.get_value() is None and model.value.weight.get_value() is None
-    assert jax.tree.structure(model) == jax.tree.structure(places)
-
-
 @pytest.mark.parametrize(
     "sizes", [{}, {"fsdp": 2}, {"tensor": 2}, {"fsdp": 2, "tensor": 4}], ids=str
 )
-def test_separate_is_the_inverse(sizes):
-    layer, mesh = attention(), mesh_of(**sizes)
+def test_projections_are_fused_on_each_device_and_separate_is_the_inverse(sizes):
+    """With more devices along tensor than heads of keys, each has all keys before `KvSlice`."""
+    layer, mesh, tensor = attention(), mesh_of(**sizes), sizes.get("tensor", 1)
+    widths = H * K // tensor, *[G * K // tensor if tensor <= G else G * K] * 2
     specs, places = storage_specs(layer, mesh, False), reductions(layer, mesh, False)
 
     def local(layer):
-        model, _ = fuse(layer, places, mesh)
-        assert fused_widths(model.query.weight)
+        model, fused_places = fuse(layer, places, mesh)
+        assert fused_widths(model.query.weight) == widths
+        assert model.query.weight.get_metadata("sizes") == (D, (H + 2 * G) * K)
+        assert model.key.weight.get_value() is None and model.value.weight.get_value() is None
+        assert jax.tree.structure(model) == jax.tree.structure(fused_places)
         return separate(model, specs)
 
     found = jax.jit(spmd(local, mesh, (specs,), specs))(layer)

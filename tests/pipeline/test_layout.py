@@ -18,12 +18,6 @@ GRID = [
 ]
 
 
-def layout_of(repeats: tuple[int, ...], stages: int, chunks: int) -> tuple[Layout, tuple[int, ...]]:
-    parallel = ParallelConfig(pipe=stages, chunks=chunks, pad_layers=True)
-    counts = units_of_chunks(ModelConfig(num_layers=sum(repeats)), parallel)
-    return arrange(repeats, stages, counts), counts
-
-
 def of_chunk(layout: Layout, chunk: int) -> list[int]:
     """The layers that chunk `chunk` in model order runs, in the order of its places."""
     stage, local = chunk % layout.stages, chunk // layout.stages
@@ -34,11 +28,15 @@ def of_chunk(layout: Layout, chunk: int) -> list[int]:
     return actual
 
 
+@pytest.mark.parametrize("fewest_first", [False, True])
 @pytest.mark.parametrize(("repeats", "stages", "chunks"), GRID)
-def test_layers_and_places_of_a_layout_fit_each_other(repeats, stages: int, chunks: int):
+def test_layers_and_places_of_a_layout_fit_each_other(repeats, stages, chunks, fewest_first):
     """Every layer lies once where its chunk runs; places are the inverse of the order; trivial and
     padded layouts are recognized."""
-    layout, counts = layout_of(repeats, stages, chunks)
+    parallel = ParallelConfig(pipe=stages, chunks=chunks, pad_layers=True)
+    counts = units_of_chunks(ModelConfig(num_layers=sum(repeats)), parallel)
+    counts = counts[::-1] if fewest_first else counts
+    layout = arrange(repeats, stages, counts)
     ends = np.cumsum(counts)
     for chunk, (count, end) in enumerate(zip(counts, ends, strict=True)):
         assert of_chunk(layout, chunk) == list(range(end - count, end))
@@ -61,28 +59,3 @@ def test_rows_of_the_vocabulary_are_divided_among_stages(pipe: int, tensor: int)
     """Each stage runs its part of the head."""
     rows = ModelConfig(vocab_size=50257).padded_vocab_size(tensor, pipe)
     assert rows >= 50257 and rows % (pipe * tensor) == 0
-
-
-def test_padding_leaves_the_end_of_a_chunk_empty():
-    layout = arrange((7,), 4, (2, 2, 2, 1))
-    assert layout.orders == ((0, 1, 2, 3, 4, 5, 6, -1),)
-    assert layout.padded(0) and not layout.trivial
-    assert layout.places(0).tolist() == list(range(7))
-
-
-def test_groups_have_places_of_their_own():
-    """A dense first layer before seven others: only the first stage has one, all have its place."""
-    layout = arrange((1, 7), 4, (2, 2, 2, 2))
-    assert layout.orders == ((0, -1, -1, -1), (0, -1, 1, 2, 3, 4, 5, 6))
-    assert layout.padded(0) and layout.padded(1)
-    assert layout.layers(0).tolist() == [[0], [-1], [-1], [-1]]
-    assert layout.layers(1).tolist() == [[1, -1], [2, 3], [4, 5], [6, 7]]
-
-
-def test_uneven_first_and_last_stage():
-    """30 layers as 7, 8, 8, 7: Megatron-LM's way to spare the stages beside embedding and head."""
-    parallel = ParallelConfig(pipe=4, first_stage_layers=7, last_stage_layers=7)
-    layout = arrange((30,), 4, units_of_chunks(ModelConfig(num_layers=30), parallel))
-    assert [len(of_chunk(layout, chunk)) for chunk in range(4)] == [7, 8, 8, 7]
-    assert layout.slots(0) == 8
-    assert of_chunk(layout, 3) == list(range(23, 30))

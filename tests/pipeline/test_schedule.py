@@ -5,12 +5,14 @@ stage: forward, gradients of inputs, gradients of weights.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 
 import numpy as np
 import pytest
-from schedule_check import check, free_running
+from schedule_check import check
 
+from maxmeg.config.parallel import Schedule
 from maxmeg.pipeline.schedule import (
     SCHEDULES,
     Lane,
@@ -111,6 +113,7 @@ def test_tables_over_the_grid_keep_the_invariants_and_equal_closed_forms(schedul
 def test_every_schedule_has_closed_forms():
     assert set(SCHEDULES.values()) | {forward_only} == set(FORMS)
     assert all(schedule(4, 2).name == name for name, schedule in SCHEDULES.items())
+    assert SCHEDULES.keys() == {schedule.value for schedule in Schedule}
 
 
 def test_bubble_counts_ticks_and_its_fraction_of_the_ideal():
@@ -124,37 +127,12 @@ def test_bubble_counts_ticks_and_its_fraction_of_the_ideal():
     assert bubble(one_f_one_b(8, 1)).fraction == 0
 
 
-@pytest.mark.parametrize("times", [(1.0, 1.0, 1.0), (2.0, 3.0, 1.5), (10.0, 12.0, 9.0)])
-@pytest.mark.parametrize("stages", [2, 4, 8])
-def test_free_running_stages_lose_what_the_papers_say(stages: int, times):
-    """ZB-H1 (p - 1)(F + B - W), 1F1B and GPipe (p - 1)(F + B + W), interleaved that / V."""
-    F, B, W = times
-    for microbatches in (2 * stages, 4 * stages):
-        sizes = (microbatches, stages)
-        lost = {name: free_running(SCHEDULES[name](*sizes), F, B, W) for name in SCHEDULES}
-        whole = (stages - 1) * (F + B + W)
-        assert lost["gpipe"] == pytest.approx(whole)
-        assert lost["one_f_one_b"] == pytest.approx(whole)
-        assert lost["zero_bubble"] == pytest.approx((stages - 1) * (F + B - W))
-        for chunks in (2, 4):
-            interleaved = free_running(one_f_one_b(*sizes, chunks), F, B, W)
-            assert interleaved == pytest.approx(whole / chunks)
-
-
-@pytest.mark.parametrize("microbatches", [1, 2, 4, 7, 64])
-def test_1f1b_is_three_runs_for_any_number_of_microbatches(microbatches: int):
-    M = microbatches
-    assert runs(one_f_one_b(M, 4)) == [
-        (0, 3, ("forward",)),
-        (3, M + 3, ("forward", "backward", "head")),
-        (M + 3, M + 6, ("backward",)),
-    ]
-    assert runs(one_f_one_b(M, 1)) == [(0, M, ("forward", "backward", "head"))]
-
-
-def test_runs_of_the_other_schedules():
+def test_1f1b_is_three_runs_and_the_others_few():
     """Interleaved, the head comes and goes: on from its first microbatch to its last."""
     warm, steady, cold = ("forward",), ("forward", "backward", "head"), ("backward",)
+    for M in (1, 2, 7):
+        assert runs(one_f_one_b(M, 4)) == [(0, 3, warm), (3, M + 3, steady), (M + 3, M + 6, cold)]
+        assert runs(one_f_one_b(M, 1)) == [(0, M, steady)]
     assert runs(one_f_one_b(8, 4, 2)) == [(0, 7, warm), (7, 19, steady), (19, 26, cold)]
     assert runs(gpipe(8, 4)) == [(0, 11, warm), (11, 19, ("backward", "head")), (19, 22, cold)]
     kinds = [on for _, _, on in runs(zero_bubble(8, 4))]
@@ -177,103 +155,32 @@ def test_interleaving_needs_microbatches_that_divide(schedule):
         schedule(3, 4, 2)
 
 
-def edited(table: Table, *edits: tuple[str, str, int, int, int], **fields) -> Table:
-    """A copy of the table with numbers (lane, array, tick, stage) and fields replaced."""
-    lanes: dict[str, Lane | None] = {"forward": None, "backward": None, "weight": None}
-    for name, lane in table.lanes().items():
-        arrays = {
-            field.name: getattr(lane, field.name).copy() for field in dataclasses.fields(lane)
-        }
-        for which, array, tick, stage, value in edits:
-            if which == name:
-                assert arrays[array][tick, stage] != value, "an edit that changes nothing"
-                arrays[array][tick, stage] = value
-        lanes[name] = Lane(**arrays)
-    return dataclasses.replace(table, **{**lanes, **fields})
+def edited(table: Table, name: str, array: str, tick: int, stage: int) -> Table:
+    """A copy of the table in which a number of a lane is one less."""
+    lane = table.lanes()[name]
+    changed = getattr(lane, array).copy()
+    changed[tick, stage] -= 1
+    return dataclasses.replace(table, **{name: dataclasses.replace(lane, **{array: changed})})
 
 
-def moved(table: Table, lane: str, source: tuple[int, int], tick: int) -> Table:
-    """A copy with the unit at `source` (tick, stage) of a lane at another, idle tick instead."""
-    old, stage = source
-    edits = []
-    for array in ("microbatch", "chunk", "slot", "deferred"):
-        values = getattr(table.lanes()[lane], array)
-        if array in ("microbatch", "chunk"):
-            assert values[old, stage] >= 0 > values[tick, stage]
-            edits.append((lane, array, old, stage, -1))
-        if values[tick, stage] != values[old, stage]:
-            edits.append((lane, array, tick, stage, int(values[old, stage])))
-    return edited(table, *edits)
+def shifted(table: Table, name: str, stage: int, ticks: int) -> Table:
+    """A copy of the table in which a stage runs a lane so many ticks later."""
+    lane = table.lanes()[name]
+    arrays = {f.name: getattr(lane, f.name).copy() for f in dataclasses.fields(lane)}
+    for array in arrays.values():
+        array[:, stage] = np.roll(array[:, stage], ticks)
+    return dataclasses.replace(table, **{name: Lane(**arrays)})
+
+
+def is_refused(table: Table) -> bool:
+    try:
+        check(table)
+    except AssertionError:
+        return True
+    return False
 
 
 PLAIN, CHUNKED, APART, ALL = one_f_one_b(4, 3), one_f_one_b(4, 2, 2), zero_bubble(4, 3), gpipe(3, 2)
-LATE = moved(moved(ALL, "forward", (2, 0), 3), "forward", (3, 1), 4)
-HEAD = np.array(PLAIN.head)
-
-
-def head(tick: int, microbatch: int) -> np.ndarray:
-    changed = HEAD.copy()
-    changed[tick] = microbatch
-    return changed
-
-
-# PLAIN: forward of m on stage s at tick s + m, backward at 4 - s + m; the head at 2 + m. What one
-# changed number of a lane does is tested below.
-VIOLATIONS = [
-    # every unit once
-    (
-        edited(PLAIN, ("backward", "microbatch", 4, 0, -1), ("backward", "chunk", 4, 0, -1)),
-        "backward never runs microbatch 0, chunk 0 on stage 0",
-    ),
-    (dataclasses.replace(PLAIN, stages=2), r"forward.microbatch is \(8, 3\), must be \(8, 2\)"),
-    # in time
-    (
-        moved(PLAIN, "forward", (4, 1), 5),
-        "tick 5, stage 1, forward of microbatch 3.*stage 0, was made at tick 3",
-    ),
-    (
-        moved(PLAIN, "forward", (1, 1), 0),
-        "tick 0, stage 1, forward of microbatch 0.*stage 0, is made only at tick 0",
-    ),
-    (
-        moved(PLAIN, "backward", (3, 1), 2),
-        "tick 4, stage 0, backward of microbatch 0.*stage 1, was made at tick 2",
-    ),
-    (
-        moved(CHUNKED, "forward", (8, 1), 9),
-        "tick 9, stage 1, forward of microbatch 3, chunk 1.*chunk 1 on stage 0.*tick 7",
-    ),
-    (
-        edited(
-            CHUNKED,
-            *(("forward", "microbatch", 2, 0, 2), ("forward", "chunk", 2, 0, 0)),
-            *(("forward", "microbatch", 4, 0, 0), ("forward", "chunk", 4, 0, 1)),
-        ),
-        "tick 4, stage 0, forward of microbatch 0, chunk 1.*chunk 0 on stage 1.*tick 1",
-    ),
-    (moved(APART, "weight", (4, 0), 3), "tick 3, stage 0, weight.*before its backward at tick 4"),
-    # the head
-    (edited(PLAIN, head=head(2, 1)), "tick 2, stage 2, head of microbatch 1.*not microbatch 0"),
-    (edited(PLAIN, head=head(3, -1)), "tick 3, stage 2, head of an idle.*not microbatch 1"),
-    (edited(PLAIN, head=head(0, 0)), "tick 0, stage 2, head of microbatch 0.*not microbatch -1"),
-    (dataclasses.replace(ALL, outputs=2), "3 outputs of stage 1 wait.*in 2 places.*of 3"),
-    (moved(ALL, "forward", (3, 1), 4), "not on the next tick"),
-    (LATE, "tick 3, stage 1, forward of an idle stage: overwrites the output of microbatch 0"),
-    # the rings
-    (edited(PLAIN, ("backward", "slot", 2, 2, 4)), "tick 2, stage 2, backward.*finds nothing"),
-    (dataclasses.replace(PLAIN, slots=4), "tick 4, stage 0, forward of an idle.*slot 4 of 4"),
-    (dataclasses.replace(APART, deferred=2), "deferred 2 of 2"),
-]
-
-
-def name_of(value: Table | str) -> str:
-    return value if isinstance(value, str) else value.name
-
-
-@pytest.mark.parametrize(("table", "message"), VIOLATIONS, ids=name_of)
-def test_planted_violation_is_found(table: Table, message: str):
-    with pytest.raises(AssertionError, match=message):
-        check(table)
 
 
 @pytest.mark.parametrize("table", [PLAIN, CHUNKED, APART, ALL], ids=lambda table: table.name)
@@ -283,14 +190,24 @@ def test_every_changed_number_that_is_used_is_found(table: Table):
     for name, lane in table.lanes().items():
         for field in dataclasses.fields(lane):
             for tick, stage in np.ndindex(table.ticks, table.stages):
-                used = name, field.name, bool(lane.active[tick, stage])
-                changed = int(getattr(lane, field.name)[tick, stage]) - 1
-                try:
-                    check(edited(table, (name, field.name, tick, stage, changed)))
-                    missed.add(used)
-                except AssertionError:
-                    pass
+                if not is_refused(edited(table, name, field.name, tick, stage)):
+                    missed.add((name, field.name, bool(lane.active[tick, stage])))
     rings = {("forward", "slot"), ("backward", "slot"), ("weight", "slot")}
     rings |= {("backward", "deferred"), ("weight", "deferred")} if table.weight else set()
     assert all(not active or (name, array) not in rings for name, array, active in missed), missed
     assert not any(array in ("microbatch", "chunk") for _, array, _ in missed), missed
+    for tick, number in enumerate(table.head):
+        head = np.array(table.head)
+        head[tick] = number - 1
+        assert is_refused(dataclasses.replace(table, head=head)), tick
+
+
+@pytest.mark.parametrize("table", [PLAIN, CHUNKED, APART, ALL], ids=lambda table: table.name)
+def test_units_out_of_order_and_rings_that_are_too_small_are_found(table: Table):
+    """A stage that is a tick ahead of the others; a weight lane, before its backward."""
+    for name, stage in itertools.product(table.lanes(), range(table.stages)):
+        if name != "weight" or stage == 0:
+            assert is_refused(shifted(table, name, stage, -1)), (name, stage)
+    for size in ("slots", "deferred") if table.weight else ("slots",):
+        assert is_refused(dataclasses.replace(table, **{size: getattr(table, size) - 1}))
+    assert is_refused(dataclasses.replace(table, stages=table.stages - 1))

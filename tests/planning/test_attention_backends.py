@@ -49,16 +49,11 @@ def config_of(model: dict, data: dict | None = None) -> Config:
 # feature: (model, data, GPU, backend, a part of the reason)
 FEATURES = {
     "causal": ({}, {}, HOPPER, "cudnn", ""),
-    "grouped": ({"attention.num_kv_heads": 2}, {}, AMPERE, "cudnn", ""),
     "windows": (WINDOWS, {}, HOPPER, "cudnn", ""),
-    "heads of 256": (LARGE, {}, HOPPER, "cudnn", ""),
     "heads of 256, Ampere": (LARGE, {}, AMPERE, "xla", "256 is not a multiple of 8 up to 128"),
     "latents": (MLA | {"attention.head_dim": 128}, {}, HOPPER, "cudnn", ""),
-    "float32": ({"dtype": DType.float32}, {}, HOPPER, "xla", "dtype float32 is neither"),
-    "odd length": ({}, {"sequence_length": 15}, HOPPER, "xla", "needs even lengths"),
     "softcap": ({"attention.softcap": 9.0}, {}, HOPPER, "xla", "softcap=9.0 is not supported"),
     "dropout": ({"attention.dropout": 0.1}, {}, HOPPER, "xla", "attention dropout is not"),
-    "sinks": ({"attention.sinks": True}, {}, HOPPER, "cudnn", "with sinks; not yet run"),
     "documents": ({}, {"reset_attention_mask": True}, HOPPER, "cudnn", "with a mask; not yet"),
     "documents, all keys": (
         {"attention.causal": False},
@@ -72,11 +67,6 @@ FEATURES = {
         *({}, {"packing": Packing.best_fit}, BLACKWELL, "xla"),
         "documents and chunks on a GPU of compute capability 10.x are not proved",
     ),
-    "packing, heads of 256": (
-        *(LARGE, {"packing": Packing.best_fit}, HOPPER, "xla"),
-        "documents and chunks with head dim 256 > 128",
-    ),
-    "an old GPU": ({}, {}, Device("cuda", (7, 0)), "xla", "it needs compute capability 8.0"),
     "named xla": ({"attention.backend": AttentionBackend.xla}, {}, HOPPER, "xla", ""),
     "named mosaic": (
         {"attention.backend": AttentionBackend.mosaic, "attention.softcap": 9.0},
@@ -97,7 +87,7 @@ def test_the_backend_of_each_feature_and_why(name):
     assert (score_bytes(work) > 0) == (backend == "xla" or "a mask" in reason)
     assert backends(work).startswith(backend) and reason in backends(work)
     assert not warnings(work)  # short sequences
-    config.data.sequence_length = 1025 if name == "odd length" else 2048
+    config.data.sequence_length = 2048
     warned = warnings(workload(config, 1, device))
     assert bool(warned) == (backend == "xla" and name != "named xla")
     assert all(reason in text and "GB per device" in text for text in warned.values())
@@ -153,10 +143,6 @@ def test_the_price_of_plain_xla_is_that_of_its_blocks():
     moved = score_bytes(work) / cluster.memory_rate
     assert slower.forward - faster.forward >= moved > 0
     assert slower.backward - faster.backward >= 3 * moved
-    more = device_memory(work)["workspace"] - device_memory(fused)["workspace"]
-    copied = 2 * 2 * 8 * 256 * 512 * 16 * 17 // 2  # keys and values of all blocks of a layer
-    assert copied < more <= copied + 3 * 4 * 16 * 512 * 8192
-    assert activations(work) < activations(fused)  # XLA recomputes what cuDNN keeps
 
 
 @pytest.mark.parametrize("window", [0, 2048])

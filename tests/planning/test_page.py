@@ -157,15 +157,6 @@ def test_memory_bar_is_as_long_as_capacity_or_need():
     assert float(limit) == pytest.approx(100 * 72 / 77, abs=0.01)
 
 
-def test_parts_of_a_step_are_its_whole():
-    html = plan_html(PLAN)
-    times = re.findall(
-        r"<td>(compute|bubble|communication, exposed)</td><td class=\"num\">([\d.]+) s</td>", html
-    )
-    assert [name for name, _ in times] == ["compute", "bubble", "communication, exposed"]
-    assert sum(float(seconds) for _, seconds in times) == pytest.approx(ANALYTIC.step_seconds)
-
-
 def test_verdict_at_the_limit():
     """The formulas may be too low: near the limit only the compiler can tell."""
 

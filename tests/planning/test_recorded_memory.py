@@ -55,9 +55,7 @@ RECORDED = [
     (retro, ("retro", 2, 8, 1), {"context": 2}, 2.91),
     (bert, ("bert-large", 8, 16, 2), {}, 13.45),  # stored queries, keys, values transposed
     (bert, ("bert-base", 1, 16, 1), {}, 6.15),  # the same in the place of the originals
-    (bert, ("bert-base", 1, 16, 2), {}, 6.62),
     (t5, ("t5-base", 1, 16, 1), {}, 8.84),
-    (t5, ("t5-base", 1, 16, 1, "selective"), {}, 5.73),
     (t5, ("t5-base", 1, 16, 1, "full"), {}, 4.03),
     (t5, ("t5-large", 8, 16, 2), {}, 18.00),
 ]

@@ -6,10 +6,9 @@ import re
 import pytest
 
 from maxmeg.config.mixers import ExpertBackend
-from maxmeg.config.parallel import Schedule
 from maxmeg.config.recompute import POLICIES
 from maxmeg.config.schema import Config
-from maxmeg.config.setting import get, with_fields
+from maxmeg.config.setting import get
 from maxmeg.config.validate import validate
 from maxmeg.models.registry import use_architecture
 from maxmeg.planning.analytic import analyze
@@ -17,7 +16,6 @@ from maxmeg.planning.hardware import parse_cluster
 from maxmeg.planning.report import MARGIN
 from maxmeg.planning.search import (
     context_sizes,
-    divisors,
     layouts,
     needed,
     orders,
@@ -80,18 +78,6 @@ def test_no_more_is_recomputed_than_must_be():
     assert len(seen) > 1
 
 
-@pytest.mark.slow
-def test_a_large_model_uses_the_pipe():
-    config, cluster = of("175b", 1536), parse_cluster("h100x1024")
-    found = search(config, cluster)
-    assert 500 < len(found) < MOST
-    best = found[0].config.parallel
-    assert best.pipe > 1 and best.tensor > 1
-    kinds = {candidate.config.parallel.schedule for candidate in found}
-    assert kinds == {Schedule.one_f_one_b, Schedule.zero_bubble}
-    assert {candidate.config.parallel.chunks for candidate in found} >= {1, 2, 3, 6}
-
-
 def test_settings_of_the_search_replace_those_of_the_config():
     config = of("345m", 32)
     config.parallel.chunk_layers, config.parallel.pipe = (10, 14), 2
@@ -113,11 +99,6 @@ def test_layers_that_do_not_divide_are_padded():
 def test_tensor_may_exceed_the_key_value_heads():
     found = {layout.parallel.tensor for layout in layouts(of("qwen3-30b-a3b", 32), 8)}
     assert found == {1, 2, 4, 8}  # it has 4 of them
-
-
-def test_divisors_are_listed():
-    for number in (1, 9, 12, 97):
-        assert divisors(number) == [d for d in range(1, number + 1) if number % d == 0]
 
 
 def test_chunks_need_microbatches_in_rounds():
@@ -157,21 +138,6 @@ def test_a_batch_that_no_layout_divides_says_so():
         search(config, parse_cluster("h100x64"))
 
 
-@pytest.mark.parametrize(
-    ("path", "value", "message"),
-    [
-        ("model.attention.num_heads", 15, "hidden_size=1024 is not divisible by"),
-        ("optim.min_lr", 1.0, r"optim\.min_lr=1\.0 must lie in"),
-        ("train.global_batch_size", 0, "global_batch_size=0 is not divisible"),
-        ("model.num_layers", 0, "num_layers=0 must be at least 1"),
-    ],
-)
-def test_errors_that_no_layout_can_avoid_are_reported(path, value, message):
-    config = with_fields(of("345m", 32), {path: value})
-    with pytest.raises(ValueError, match=message):
-        search(config, parse_cluster("h100x8"))
-
-
 def test_sequences_are_divided_where_they_are_long_or_more_than_the_batch():
     config = of("llama3-8b", 8)
     for length, sizes in ((16384, [1]), (32768, [1, 2, 4, 8]), (65536, [1, 2, 4, 8])):
@@ -185,19 +151,6 @@ def test_sequences_are_divided_where_they_are_long_or_more_than_the_batch():
     assert found == {2, 4, 8}  # a strategy needs context
 
 
-@pytest.mark.slow
-def test_one_long_sequence_is_divided_over_all_gpus():
-    config, cluster = of("llama3-8b", 1), parse_cluster("h100x8")
-    config.data.sequence_length = config.model.max_position = 131072
-    found = search(config, cluster)
-    sizes = {candidate.config.parallel.context for candidate in found}
-    assert sizes >= {2, 4, 8}
-    for candidate in found:
-        validate(candidate.config, cluster.count)
-        parallel = candidate.config.parallel
-        assert parallel.context * parallel.tensor * parallel.pipe == cluster.count
-
-
 def test_experts_lie_along_context_too():
     config = of("qwen3-30b-a3b", 4)
     config.data.sequence_length = config.model.max_position = 32768
@@ -206,20 +159,13 @@ def test_experts_lie_along_context_too():
     assert {one.expert_axis for one in found} == {1, 2, 4}
 
 
-@pytest.mark.slow
-def test_experts_are_spread_where_that_is_faster():
+def test_experts_are_spread_over_any_part_of_the_devices():
     config = of("345m", 32)
     config.model.num_layers, config.model.layers = 4, "*(attention,moe)"
     config.model.moe.backend = ExpertBackend.mosaic
-    found = search(config, parse_cluster("h100x8"))
-    layouts = [candidate.config.parallel for candidate in found]
-    assert {layout.expert for layout in layouts} == {1, 2, 4, 8}
-    assert {layout.expert_tensor for layout in layouts if layout.tensor > 1} == {0, 1}
-    assert all(8 % layout.expert == 0 for layout in layouts)
-    assert len({tuple(candidate.settings.items()) for candidate in found}) == len(found)
-    for candidate in found[:: max(1, len(found) // 20)]:
-        validate(candidate.config, 8)
-        assert candidate.analytic.fits
+    found = [layout.parallel for layout in layouts(config, 8)]
+    assert {layout.expert for layout in found} == {1, 2, 4, 8}
+    assert {layout.expert_tensor for layout in found if layout.tensor > 1} == {0, 1}
     config.parallel.expert_buffer = 2.0  # which nothing would read with expert=1
-    layouts = [candidate.config.parallel for candidate in search(config, parse_cluster("h100x2"))]
-    assert layouts and all(layout.expert > 1 for layout in layouts)
+    found = [candidate.config.parallel for candidate in search(config, parse_cluster("h100x2"))]
+    assert found and all(layout.expert > 1 for layout in found)

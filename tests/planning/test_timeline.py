@@ -88,19 +88,11 @@ def test_ticks_that_cannot_be_seen_are_left_out_and_counted():
     assert "ticks more" not in timeline_svg(one_f_one_b(128, 16))
 
 
-def test_names_are_escaped_and_the_picture_is_alone():
+def test_names_are_escaped():
     table = dataclasses.replace(one_f_one_b(2, 2), name='<b>&"')
     picture = timeline_svg(table)
-    assert "href" not in picture and "url(" not in picture and "@import" not in picture
-    assert picture.count("http") == 1  # the namespace
     root = ElementTree.fromstring(picture)
     assert root.find(f"{SVG}title").text.startswith('<b>&"')  # type: ignore
-
-
-def test_shades_go_from_light_to_dark():
-    assert shade("forward", 0, 1) == COLOURS["forward"][0]
-    assert [shade("weight", chunk, 2) for chunk in range(2)] == list(COLOURS["weight"][1:])
-    assert len({shade("backward", chunk, 4) for chunk in range(4)}) == 4
 
 
 def test_text_has_bubble_and_live_activations():

@@ -2,10 +2,8 @@
 
 import os
 import types
-from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from jaxlib import xla_client
@@ -17,7 +15,7 @@ from maxmeg.config.schema import Config
 from maxmeg.ops.attention import cudnn as attention_cudnn
 from maxmeg.ops.backend import Device
 from maxmeg.planning.hardware import parse_cluster
-from maxmeg.runtime import determinism, platform, screen
+from maxmeg.runtime import determinism, platform
 from maxmeg.runtime import gpu_environment as gpu_environment_module
 from maxmeg.runtime.gpu_environment import (
     AT_ONCE,
@@ -42,10 +40,7 @@ OURS = {NAMES[0]: str(MEMORY_FRACTION)}
     [
         ("NVIDIA A100-SXM4-80GB", "Ampere"),
         ("NVIDIA H100 80GB HBM3", "Hopper"),
-        ("NVIDIA H200", "Hopper"),
-        ("NVIDIA GH200 480GB", "Hopper"),
         ("NVIDIA B200", "Blackwell"),
-        ("NVIDIA GB200", "Blackwell"),
         ("NVIDIA L40S", ""),
         ("Tesla V100-SXM2-16GB", ""),
     ],
@@ -59,14 +54,11 @@ def test_generation_of_a_gpu(name, generation):
     ("generation", "user", "added", "users"),
     [
         ("Hopper", {}, OURS | {QUEUE: "1"}, []),
-        ("Ampere", {}, OURS | {QUEUE: "1"}, []),
         ("Blackwell", {}, OURS, []),
         ("", {}, OURS, []),
         ("Hopper", {QUEUE: "8"}, OURS, [f"{QUEUE}=8"]),
-        ("Hopper", {QUEUE: "1"}, OURS, []),
         ("", {NAMES[0]: "0.5"}, {}, [f"{NAMES[0]}=0.5"]),
         ("", {NAMES[1]: "0.5"}, {}, [f"{NAMES[1]}=0.5"]),
-        ("", {"XLA_FLAGS": "--a=1"}, OURS, []),
         ("", {"XLA_FLAGS": f"--a=1 --{COMBINED}=7"}, OURS, [f"--{COMBINED}=7"]),
         ("", {"XLA_FLAGS": f"--{AT_ONCE}=1 --a=1"}, OURS, [f"--{AT_ONCE}=1"]),
     ],
@@ -78,12 +70,6 @@ def test_the_users_values_win_and_are_said(generation, user, added, users):
     words = environment.words()
     assert words.startswith(generation or "unknown, default environment: ")
     assert all(words.count(text) == 1 for text in users)
-
-
-def test_the_printed_line_is_one():
-    words = gpu_environment({}, "Hopper").words()
-    assert words == "Hopper MEM_FRACTION=0.92 MAX_CONNECTIONS=1"
-    assert len(screen.wrapped(words, "gpu").splitlines()) == 1
 
 
 def test_flags_in_a_file_are_kept(tmp_path):
@@ -139,7 +125,6 @@ def test_deterministic_programs_are_asked_of_xla_and_nccl():
         ((9, 0), 90100, "auto", False),
         ((10, 0), 91801, "cudnn", False),
         ((10, 0), 91800, "auto", True),
-        ((10, 0), 91800, "cudnn", True),
         ((10, 0), 91800, "xla", False),
     ],
 )
@@ -165,7 +150,6 @@ def test_attention_that_cannot_be_deterministic_is_refused(
         ("", False, True, "cpu"),  # the plugin would print 20 lines
         ("", False, False, ""),  # perhaps a TPU
         ("", True, True, ""),
-        ("cpu", False, True, ""),
         ("cuda", True, True, ""),
         ("cuda", False, True, "JAX_PLATFORMS=cuda: this machine has no NVIDIA GPU"),
         ("cpu, gpu", False, False, "this machine has no NVIDIA GPU"),
@@ -202,11 +186,6 @@ def test_every_command_that_computes_chooses_the_platform(monkeypatch, command):
     monkeypatch.setattr(platform, "has_nvidia_gpu", lambda: False)
     with pytest.raises(ValueError, match="this machine has no NVIDIA GPU"):
         command()
-
-
-def test_this_machine_is_looked_at():
-    assert platform.has_nvidia_gpu() == bool([*Path("/dev").glob("nvidia*")])
-    assert platform.requested_platforms() == (jax.config.jax_platforms or "")
 
 
 def test_scatters_of_large_matrices_are_not_combined_with_others(monkeypatch):

@@ -12,7 +12,6 @@ from maxmeg.runtime.logs import start_logging
     ("index", "count", "expected"),
     [
         (0, 1, "INFO: a\nERROR: b\nWARNING: d\n"),
-        (0, 2, "INFO: a\nERROR: b\nWARNING: d\n"),
         (1, 2, "process 1: ERROR: b\n"),
     ],
 )

@@ -1,49 +1,16 @@
 """What processes conclude from each other's heartbeats, with a key-value store in memory."""
 
 import json
-import threading
 import time
 import types
 
-import jax
 import pytest
+from key_value_store import KeyValueStore
 
 from maxmeg.config.schema import Config
 from maxmeg.parallel import multihost
 from maxmeg.runtime.faults import peers
 from maxmeg.runtime.faults.peers import RESTART_CODE, Failure, Peers, ending_together
-
-
-class Store:
-    """The coordinator's key-value store; it does not answer while `silent` is set."""
-
-    def __init__(self):
-        self.values, self.changed, self.silent = {}, threading.Condition(), threading.Event()
-
-    def _check(self):
-        if self.silent.is_set():
-            raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
-
-    def key_value_set(self, key, value, allow_overwrite=False):
-        self._check()
-        with self.changed:
-            if key in self.values and not allow_overwrite:
-                raise jax.errors.JaxRuntimeError("ALREADY_EXISTS")
-            self.values[key] = value
-            self.changed.notify_all()
-
-    def key_value_dir_get(self, prefix):
-        self._check()
-        return [(key, text) for key, text in [*self.values.items()] if key.startswith(prefix)]
-
-    def blocking_key_value_get(self, key, milliseconds):
-        with self.changed:
-            if not self.changed.wait_for(lambda: key in self.values, milliseconds / 1000):
-                raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
-            return self.values[key]
-
-    def wait_at_barrier(self, name, milliseconds):
-        pass
 
 
 class Rank:
@@ -87,7 +54,7 @@ def heard(rank: Rank, other: int) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_process_on_another_host_is_dead_when_its_heartbeats_stop(monkeypatch, short, rank):
-    store = Store()
+    store = KeyValueStore()
     other = 1 - rank
     status = {"process": other, "host": "far", "pid": 5, "space": "there", "began": "1", "beat": 1}
     status |= {"phase": "saving", "dispatched": 3}
@@ -104,7 +71,7 @@ def test_a_process_on_another_host_is_dead_when_its_heartbeats_stop(monkeypatch,
 
 
 def test_a_coordinator_that_does_not_answer_is_named(monkeypatch, short):
-    store = Store()
+    store = KeyValueStore()
     store.silent.set()
     here = Rank(monkeypatch, store, 1)
     assert not here.after(59)
@@ -112,7 +79,7 @@ def test_a_coordinator_that_does_not_answer_is_named(monkeypatch, short):
 
 
 def test_a_hang_names_the_processes_that_are_silent_or_behind(monkeypatch, short):
-    store = Store()
+    store = KeyValueStore()
     status = {"process": 1, "host": "far", "pid": 5, "space": "there", "began": "1", "beat": 1}
     status |= {"phase": "training", "dispatched": 6}
     store.values[f"{peers.ALIVE}1/beat"] = json.dumps(status)
@@ -122,10 +89,11 @@ def test_a_hang_names_the_processes_that_are_silent_or_behind(monkeypatch, short
     line = f"hang; no heartbeat from: {process}; behind: {process}"
     assert here.peers.with_laggards(Failure(0, "hang", RESTART_CODE)).line == line
     here.peers.close()
+    assert not here.peers._thread.is_alive() and not here.ended
 
 
 def test_a_published_failure_ends_the_others(monkeypatch, short):
-    store = Store()
+    store = KeyValueStore()
     here = Rank(monkeypatch, store, 1)
     failure = Failure(0, "process 0 failed: KeyError: 'a'", 1)
     peers.publish(failure)
@@ -133,12 +101,6 @@ def test_a_published_failure_ends_the_others(monkeypatch, short):
     assert here.ended == [failure]
     peers.publish(Failure(1, "later", 2))
     assert Failure(*json.loads(store.values[peers.FAILURE])) == failure
-
-
-def test_processes_that_are_done_stop_watching(monkeypatch, short):
-    here = Rank(monkeypatch, Store(), 0)
-    here.peers.close()
-    assert not here.peers._thread.is_alive() and not here.ended
 
 
 @pytest.mark.parametrize(
@@ -160,7 +122,7 @@ def test_an_exception_is_told_to_all_processes(monkeypatch, capsys, error, code,
     def main(config):
         raise error
 
-    store = Store()
+    store = KeyValueStore()
     monkeypatch.setattr(peers, "leave", leave)
     monkeypatch.setattr(multihost, "rank", lambda: 3)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)  # for the cause of a lost connection

@@ -76,10 +76,3 @@ def test_every_line_of_a_large_run_fits(name, monkeypatch):
     parts = "\n".join(lines).splitlines()
     assert max(map(len, parts)) <= 74 and len(parts) <= 8
     assert "expert 8 x tensor 8 (experts over 64 devices)" in " ".join(lines[3].split())
-
-
-def test_long_texts_continue_below_their_beginning(monkeypatch):
-    monkeypatch.delenv("SLURM_PROCID", raising=False)
-    lines = screen.wrapped("word " * 40, "mesh").splitlines()
-    assert all(len(line) <= 78 for line in lines) and len(lines) == 3
-    assert {line.index("word") for line in lines} == {9}

@@ -10,39 +10,10 @@ from tiny_servers import TEMPLATE, make_run, serving
 
 pytestmark = pytest.mark.slow
 
-READABLE = 4.5  # contrast of text, WCAG 2.1 level AA
 IDLE = "!document.body.classList.contains('busy')"
 LAST = "document.querySelector('article:last-child .reply').textContent"
 ERROR = "document.querySelector('article:last-child .error').textContent"
 NOTES = "document.querySelector('article:last-child footer').textContent"
-# The smallest contrast between visible text and what is behind it, and that text.
-CONTRAST = """(() => {
-  const parse = colour => {  // rgb(...) or color(srgb ...)
-    const n = colour.match(/[\\d.]+/g).map(Number);
-    return colour.startsWith('color') ? [...n.slice(0, 3).map(v => v * 255), n[3] ?? 1] : [...n, 1];
-  };
-  const light = ([r, g, b]) => [r, g, b].map(v => v / 255)
-    .map(v => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
-    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
-  const behind = each => {
-    for (; each; each = each.parentElement) {
-      const colour = getComputedStyle(each).backgroundColor;
-      if (colour !== 'rgba(0, 0, 0, 0)') return parse(colour);
-    }
-  };
-  const found = [];
-  const add = (colour, each) => {
-    const [a, b] = [light(parse(colour)), light(behind(each))].sort((x, y) => y - x);
-    found.push([(a + 0.05) / (b + 0.05), each.textContent || each.id]);
-  };
-  for (const each of document.querySelectorAll('body *')) {
-    const has = [...each.childNodes].some(node => node.nodeType === 3 && node.data.trim());
-    if (each.checkVisibility() && has) add(getComputedStyle(each).color, each);
-    if (each.placeholder) add(getComputedStyle(each, '::placeholder').color, each);
-  }
-  add(getComputedStyle(document.querySelector('#go')).color, document.querySelector('#go'));
-  return [found.length, ...found.sort((x, y) => x[0] - y[0])[0]];
-})()"""
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +221,7 @@ def test_a_key_is_asked_for_when_the_server_wants_one(browser, api):
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_text_is_readable_and_fits_a_phone(page, api, dark, tmp_path):
+def test_it_fits_a_phone(page, api, dark, tmp_path):
     ask(page, "x" * 300)
     for text in ("code", "markup", "refuse"):
         ask(page, text)
@@ -258,8 +229,6 @@ def test_text_is_readable_and_fits_a_phone(page, api, dark, tmp_path):
     for each in ("document.documentElement", "document.querySelector('main')"):
         assert page.evaluate(f"{each}.scrollWidth <= {each}.clientWidth"), each
     page.click("[popovertarget]")
-    texts, contrast, text = page.evaluate(CONTRAST)
-    assert texts > 20 and contrast >= READABLE, f"{contrast:.2f}: {text}"
     assert page.evaluate("document.querySelector('#settings').getBoundingClientRect().left") >= 0
     page.press("Escape")
     background = page.evaluate("getComputedStyle(document.body).backgroundColor")

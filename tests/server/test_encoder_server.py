@@ -12,22 +12,18 @@ from maxmeg.config.head import Biencoder, two_encoders
 from maxmeg.config.model import Position
 from maxmeg.config.options import Serve
 
-ROOM, WIDTH = 64, 32
+ROOM = 64
 ENCODER = {"attention.causal": False, "max_position": ROOM, "bert.pooler": True}
 TWO = {"head.biencoder": Biencoder.separate, "layers": two_encoders(2), "num_layers": 4}
 TWO |= {"attention.causal": False, "max_position": ROOM, "position": Position.learned, "tied": True}
 BAD = [
     ({"input": "a", "unknown": 1}, 400, "unknown"),
     ({"input": []}, 400, "0 texts: give 1 to 2048"),
-    ({"input": ["a"] * 2049}, 400, "2049 texts"),
     ({"input": "a" * 50}, 400, "text 0 has 51 tokens, and 1 to 49 are allowed"),
-    ({"input": [[1], []]}, 400, "text 1 has 0 tokens"),
     ({"input": [99999]}, 400, "vocabulary"),
     ({"input": "a", "dimensions": 8}, 400, "have 32 numbers"),
-    ({"input": "a", "pooling": "last"}, 400, "pooling"),
     ({"input": "a", "input_type": "passage"}, 400, "input_type"),
     ({"input": "a", "model": "other"}, 404, "'other' is not served, only 'tiny'"),
-    (b"{", 400, "JSON"),
 ]
 
 
