@@ -1,13 +1,14 @@
 """Do the tests find faults? Change single lines of the package, and run tests that execute them.
 
     coverage run -m pytest ...     # with contexts: see benchmarks/NOTES.md
-    python benchmarks/mutants.py draw COVERAGE mutants.json --seed=0 --count=100
+    python benchmarks/mutants.py draw COVERAGE mutants.json --seed=0 --count=100 [--same-as COMMIT]
     python benchmarks/mutants.py run COVERAGE mutants.json results.json --seconds=90
     python benchmarks/mutants.py affected COVERAGE mutants.json
 
 `draw` chooses lines that tests execute, and of each one change: another operator or constant, two
-exchanged arguments, a statement that is left out. `run` makes one change after the other in this
-clone, runs tests that execute the line, the cheapest first, and restores the file. A mutant is
+exchanged arguments, a statement that is left out; with --same-as only in files that are equal at
+COMMIT, so that the tests of both commits can be compared. `run` makes one change after the other in
+this clone, runs tests that execute the line, the cheapest first, and restores the file. A mutant is
 killed if a test fails. The clone must be the one that its Python imports. `affected` counts for how
 many changes `pytest --affected` would take a file with a test that executes the line.
 """
@@ -123,10 +124,17 @@ def executed(data: coverage.CoverageData) -> dict[str, dict[int, list[str]]]:
     return lines
 
 
-def draw(data: coverage.CoverageData, seed: int, count: int) -> list[dict]:
-    """Draw `count` executed lines, each at most once, and one change of each."""
+def draw(
+    data: coverage.CoverageData, seed: int, count: int, excluded: frozenset[str] = frozenset()
+) -> list[dict]:
+    """Draw `count` executed lines outside `excluded`, each at most once, and one change of each."""
     rng = random.Random(seed)
-    places = sorted((path, line) for path, lines in executed(data).items() for line in lines)
+    places = sorted(
+        (path, line)
+        for path, lines in executed(data).items()
+        if path not in excluded
+        for line in lines
+    )
     rng.shuffle(places)
     chosen = []
     for path, line in places:
@@ -200,13 +208,17 @@ def main() -> None:
     parser.add_argument("results", nargs="?")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--same-as", metavar="COMMIT")
     parser.add_argument("--seconds", type=float, default=90, help="CPU-seconds of a mutant's tests")
     parser.add_argument("--part", default="0/1", help="I/N: every N-th mutant from I on")
     options = parser.parse_args()
     data = coverage.CoverageData(options.coverage)
     data.read()
     if options.action == "draw":
-        mutants = draw(data, options.seed, options.count)
+        changed = (
+            import_graph.git("diff", "--name-only", options.same_as) if options.same_as else ()
+        )
+        mutants = draw(data, options.seed, options.count, frozenset(changed))
         Path(options.mutants).write_text(json.dumps(mutants, indent=1))
         return
     if options.action == "affected":

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import IO, TextIO
 
 POLL_SECONDS = 0.05
-RESTART_CODE = 75  # as in maxmeg/runtime/faults/peers.py
+RESTART_CODE = 75  # as in maxmeg/config/errors.py
 
 
 def main(arguments: Sequence[str]) -> int:

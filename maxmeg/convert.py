@@ -22,6 +22,7 @@ from maxmeg.hf.families.classifier_tables import CLASSIFIERS
 from maxmeg.hf.families.encoder_tables import ENCODERS
 from maxmeg.hf.families.t5_tables import ENCODER_DECODERS
 from maxmeg.hf.formats import gguf
+from maxmeg.hf.formats.safetensors import read_json
 from maxmeg.hf.formats.source import Source
 from maxmeg.megatron import convert as megatron
 
@@ -34,16 +35,9 @@ def main(*arguments: typing.Any) -> None:
     jax.config.update("jax_platforms", "cpu")
     if not options.output and not options.list:
         raise ValueError("no --output: name the folder to create, or add --list to see the tensors")
-    if options.shard_gb <= 0:
-        raise ValueError(f"--shard_gb={options.shard_gb} must be positive")
     inward = options.to is To.maxmeg
-    if options.average and options.to is not To.huggingface:
-        raise ValueError(f"--average is for --to=huggingface, not --to={options.to.name}")
-    if options.quantize is not Quantize.none:
-        if options.to is not To.huggingface:
-            raise ValueError(f"--quantize is for --to=huggingface, not --to={options.to.name}")
-        if options.list:
-            raise ValueError("--list shows the tensors before they are quantized: omit --quantize")
+    if options.list and options.quantize is not Quantize.none:
+        raise ValueError("--list shows the tensors before they are quantized: omit --quantize")
     from_megatron = inward and megatron.is_checkpoint(options.input)
     if (config and not from_megatron) or (options.list and from_megatron):
         raise ValueError(f"{options.input}: --config is for Megatron's, --list for all others")
@@ -56,8 +50,12 @@ def main(*arguments: typing.Any) -> None:
         return
     step = None if options.step < 0 else options.step
     if options.to is To.peft:
-        peft.export_adapter(options.input, options.output, step=step, family=options.family)
-        print(f"adapters -> {options.output}")
+        base, chosen = options.base, {"step": step, "family": options.family}
+        folder = peft.export_adapter(options.input, options.output, base=base, **chosen)
+        named = read_json(folder / peft.SETTINGS)["base_model_name_or_path"]
+        print(f"adapters -> {options.output}, base model: {named}")
+        if not base and Path(named).is_dir() and not [*Path(named).glob("*.safetensors")]:
+            print("note: peft finds no weights there: name the base model with --base=NAME")
         return
     report = to_maxmeg(options, config) if inward else to_huggingface(options, step)
     print(

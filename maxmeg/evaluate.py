@@ -46,7 +46,10 @@ def main(options: Options) -> None:
     trained = load_chosen(options)
     if options.tasks:
         limits = options.batch_size, options.limit
-        if own := [*filter(is_task, options.tasks)]:
+        own = [*filter(is_task, options.tasks)]
+        if options.shots >= 0 and len(own) == len(options.tasks):
+            raise ValueError(f"shots={options.shots}: {', '.join(own)} have no examples: omit it")
+        if own:
             print(*run_zero_shot(trained, own, *limits), sep="\n")
         if harness := [name for name in options.tasks if not is_task(name)]:
             shots = None if options.shots < 0 else options.shots

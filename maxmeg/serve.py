@@ -16,6 +16,7 @@ if __name__ == "__main__":  # before the imports: a mistake needs no JAX
     run_module("serve")
 
 import dataclasses
+import ipaddress
 import signal
 import socket
 import typing
@@ -42,6 +43,13 @@ def main(options: Serve, link: Leader | Follower) -> None:
     if options.api_key.startswith("@"):
         key = Path(options.api_key[1:]).read_text("utf-8").strip()
         options = dataclasses.replace(options, api_key=key)
+    elif not options.api_key and not is_local(options.host):
+        raise ValueError(
+            f"--host={options.host} lets other machines use the server without a key: set "
+            "--api_key=KEY or --api_key=@FILE, or --api_key=none if everyone may use it"
+        )
+    elif options.api_key == "none":
+        options = dataclasses.replace(options, api_key="")
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     name = options.name or Path(options.run_dir).resolve().name
     named_folders(options.adapters, name)
@@ -69,6 +77,14 @@ def main(options: Serve, link: Leader | Follower) -> None:
             worker.stop()
         if worker.failure:
             raise worker.failure
+
+
+def is_local(host: str) -> bool:
+    """Whether an address can only be reached from this machine."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def replay(options: Replay) -> None:

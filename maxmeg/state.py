@@ -144,8 +144,8 @@ def abstract_state(config: Config, optimizer, mesh: Mesh) -> TrainState:
 
 
 def offloaded(shapes: TrainState, config: Config):
-    """The tree of a state with True in place of the arrays that optim.offload moves to host memory:
-    those that only the optimizer reads, and float32 masters of which a step makes 16-bit copies."""
+    """Boolean tree: which arrays optim.offload keeps in host memory (the optimizer's state, and
+    float32 master weights when the compute dtype has 16 bits)."""
     optim, dtype = config.optim, config.model.dtype
     has_copies = optim.masters is Masters.float32 and dtype is not DType.float32
 

@@ -1,5 +1,6 @@
 """The convert command: both ways, the list of tensors, what it says and what it refuses."""
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -10,6 +11,7 @@ from lora_runs import write_lora_run
 
 from maxmeg import convert
 from maxmeg.config import files
+from maxmeg.config.data import Objective
 from maxmeg.config.flags import run_command
 from maxmeg.hf.families import read as families
 from maxmeg.hf.formats.safetensors import SafetensorsFolder
@@ -54,14 +56,17 @@ def test_list_shows_every_tensor_and_writes_nothing(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines() == lines
 
 
-def test_runs_and_adapters_work_after_they_are_moved(tmp_path, monkeypatch):
+def test_runs_and_adapters_work_after_they_are_moved(tmp_path, monkeypatch, capsys):
     """Both together, the run alone, and from another working folder; the tokenizer's source and
     the converted files may be gone."""
     make_folder(tmp_path / "hf")
+    (tmp_path / "hf" / "tokenizer_config.json").write_text('{"chat_template": "BASE"}')
     monkeypatch.chdir(tmp_path)
     command("input=hf", "output=runs/base")
     config = files.load("runs/base/config.yaml")
     config.checkpoint.init_from = "runs/base"
+    Path("mine.jinja").write_text("MINE")
+    config.data.objective, config.data.chat_template = Objective.sft, "mine.jinja"
     write_lora_run(Path("runs/lora"), config, rank=2)
     tokens = load_run("runs/lora").tokenizer.encode("a b")
     shutil.rmtree("hf")
@@ -71,7 +76,13 @@ def test_runs_and_adapters_work_after_they_are_moved(tmp_path, monkeypatch):
     again = files.load(run / "config.yaml")
     assert (again.run_dir, again.checkpoint.init_from) == (str(run), str(base))
     command("to=huggingface", f"input={run}", f"output={tmp_path / 'merged'}")
-    command("to=peft", f"input={run}", f"output={tmp_path / 'peft'}")
+    assert (tmp_path / "merged" / "chat_template.jinja").read_text() == "MINE"
+    assert "BASE" not in (tmp_path / "merged" / "tokenizer_config.json").read_text()
+    command("to=peft", f"input={run}", f"output={tmp_path / 'peft'}", "base=org/model")
+    settings = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == "org/model"
+    command("to=peft", f"input={run}", f"output={tmp_path / 'unnamed'}")
+    assert "note: peft finds no weights there" in capsys.readouterr().out
     assert len(SafetensorsFolder(tmp_path / "merged").tensors) == 30
     assert (tmp_path / "peft" / "adapter_model.safetensors").is_file()
     assert (tmp_path / "merged" / "tokenizer.json").is_file()
@@ -87,8 +98,11 @@ def test_runs_and_adapters_work_after_they_are_moved(tmp_path, monkeypatch):
 
 MISTAKES = {
     "no output": (("input=hf",), "no --output: name the folder"),
-    "shards": (("input=hf", "output=run", "shard_gb=0"), "--shard_gb=0.0 must be positive"),
-    "averages": (("input=hf", "output=run", "average=true"), "--average is for --to=huggingface"),
+    "shards": (("to=huggingface", "input=r", "output=run", "shard_gb=0"), "must be above 0"),
+    "averages": (("input=hf", "output=run", "average=true"), "average=True has no effect without"),
+    "family": (("input=hf", "output=run", "family=GPTNeoXForCausalLM"), "has no effect without"),
+    "tokenizer": (("to=peft", "input=r", "output=run", "tokenizer=x"), "effect without to=maxmeg"),
+    "steps": (("to=peft", "input=r", "output=run", "step=-5"), "step=-5 must be at least -1"),
     "no folder": (("input=none", "output=run"), "none is not a folder"),
     "a run as input": (("to=huggingface", "input=hf", "output=run"), "holds no checkpoint"),
     "no tokenizer": (("input=hf", "output=run", "tokenizer=x.json"), "give a tokenizer.json"),

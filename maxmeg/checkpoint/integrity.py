@@ -96,8 +96,8 @@ def _digest(
 
     At a fixed index the hash is a bijection of the word, so a single changed word is always found.
     Sums do not depend on order, hence not on the sharding. starts: index of a piece in its tensor
-    (uint32, one per axis); the sums of pieces add up. rows: index of each entry of axis 0 in the
-    tensor on disk (int32); -1: not on disk, not summed.
+    (uint32, one per axis); the sums of pieces add up. rows: for each row of axis 0, its row in
+    the tensor on disk (int32); -1: padding, not part of the digest.
     """
     words = _words(x)
     key = jnp.zeros(words.shape, jnp.uint32)

@@ -147,8 +147,8 @@ def saved_moments(manifest: Manifest) -> Moments:
 
 
 def as_saved(config: Config, abstract: TrainState, manifest: Manifest) -> TrainState:
-    """The abstract state with the arrays of a checkpoint: `from_disk`, `with_history`,
-    `with_scaler_of` and `with_average` make the run's state of them."""
+    """The abstract state with the arrays of a checkpoint; `from_disk`, `with_history`,
+    `with_scaler_of` and `with_average` convert the restored arrays to the run's state."""
     moments, place = saved_moments(manifest), abstract.step.sharding
     if moments is not config.optim.moments:
         assert isinstance(place, NamedSharding)

@@ -1,5 +1,6 @@
 """How a command ends after an error: one line for mistakes of the user, a traceback for our own."""
 
+import errno
 import linecache
 import os
 import pathlib
@@ -15,6 +16,11 @@ from maxmeg.config.setting import walk
 # Errors for the user, if a `raise` statement of this program raised them: no traceback.
 EXIT_CODES = {ValueError: 2, NotImplementedError: 2, OSError: 2}
 EXIT_CODES |= {FloatingPointError: 1, MemoryError: 1}
+RESTART_CODE = 75  # EX_TEMPFAIL: a hang or a lost process or disk; launchers start the run again
+# Errors of file systems and networks that may be gone when the run starts again.
+TRANSIENT = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EREMOTEIO}
+TRANSIENT |= {errno.ECONNABORTED, errno.ECONNREFUSED, errno.ECONNRESET}
+TRANSIENT |= {errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH}
 _PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 _STANDARD_LIBRARY = pathlib.Path(sysconfig.get_path("stdlib")).resolve()
 _LIBRARIES = {"site-packages", "dist-packages"}  # folders of installed packages
@@ -32,6 +38,8 @@ def report(error: BaseException, config: Config | None, options: typing.Any = No
         return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     text = _os_error_text(error, config, options) if isinstance(error, OSError) else error
     print(f"error: {text}", file=sys.stderr)
+    if isinstance(error, OSError) and error.errno in TRANSIENT:
+        return RESTART_CODE
     return next(code for kind, code in EXIT_CODES.items() if isinstance(error, kind))
 
 

@@ -51,20 +51,31 @@ class ModelOptions:
 class Evaluate(ModelOptions):
     """Model, data and tasks of an evaluation."""
 
-    split: str = setting("validation", "train | validation | test")
-    paths: tuple[str, ...] = setting((), "prefixes of another corpus, in full; empty: the run's")
-    neighbours: str = setting(
-        "", "of a run with data.objective=retro: nearest | shuffled | none; empty: as in training"
+    split: str = setting("validation", "train | validation | test", needs="tasks=()")
+    paths: tuple[str, ...] = setting(
+        (), "prefixes of another corpus, in full; empty: the run's", needs="tasks=()"
     )
-    num_batches: int = setting(0, "number of batches; 0: the whole split once", at_least=0)
+    neighbours: str = setting(
+        "",
+        "of a run with data.objective=retro: nearest | shuffled | none; empty: as in training",
+        needs="tasks=()",
+    )
+    num_batches: int = setting(
+        0, "number of batches; 0: the whole split once", at_least=0, needs="tasks=()"
+    )
     batch_size: int = setting(16, "samples per batch, >= 1", at_least=1)
     tasks: tuple[str, ...] = setting(
         (),
         "lambada:FILE, wikitext:FILE, and lm-evaluation-harness tasks or files; empty: loss",
         "--task, --valid-data",
     )
-    shots: int = setting(-1, "few-shot examples per question; -1: the task's default", at_least=-1)
-    limit: int = setting(0, "number of questions per task; 0: all", at_least=0)
+    shots: int = setting(
+        -1,
+        "few-shot examples per question; -1: the task's default",
+        at_least=-1,
+        needs="tasks",
+    )
+    limit: int = setting(0, "number of questions per task; 0: all", at_least=0, needs="tasks")
 
 
 @dataclasses.dataclass
@@ -159,22 +170,24 @@ class EngineOptions(ModelOptions):
         at_least=0,
     )
     lanes: int = setting(8, "most requests at a time on each replica of the model", at_least=1)
-    pages: int = setting(0, "of the cache on each replica; 0: as memory allows", at_least=0)
-    slots: int = setting(32, "number of tokens in a page", at_least=1)
+    pages: int = setting(
+        0, "number of KV-cache pages per replica; 0: fill the free memory", at_least=0
+    )
+    slots: int = setting(32, "number of tokens per KV-cache page", at_least=1)
     chunk: int = setting(
         256, "number of prompt tokens that are read at once; on a CPU at most 64", at_least=1
     )
     max_prefill_tokens: int = setting(
         2048, "most prompt tokens that are read while others wait for a token", at_least=1
     )
-    share: bool = setting(True, "prompts with the same beginning share its pages")
+    share: bool = setting(True, "prefix caching: reuse the KV cache of a common prompt prefix")
     adapters: tuple[str, ...] = setting(
         (), "LoRA adapters beside the model, NAME=FOLDER of a run or of PEFT; requests choose one"
     )
     proposals: int = setting(
-        0, "tokens that each step proposes and checks; 0: it samples one token", at_least=0
+        0, "speculative decoding: number of draft tokens per step; 0: off", at_least=0
     )
-    mtp: bool = setting(False, "the model's MTP layers make proposals, not the text before")
+    mtp: bool = setting(False, "draft with the model's MTP layers, not by n-gram lookup")
 
 
 @dataclasses.dataclass
@@ -183,8 +196,12 @@ class Serve(EngineOptions):
 
     host: str = setting("127.0.0.1", "address to listen at; 0.0.0.0: all of this machine's")
     port: int = setting(8000, "0: one that is free", at_least=0, at_most=65535)
-    name: str = setting("", "of the model; empty: that of the run's folder")
-    api_key: str = setting("", "key that requests must have, or @FILE with it; empty: none")
+    name: str = setting("", "model name in the API; empty: name of the run's folder")
+    api_key: str = setting(
+        "",
+        "key that requests must have, or @FILE with it; empty: no key, on this machine alone; "
+        "none: no key, for any --host",
+    )
     log: str = setting("", "file for one JSON line per request, for maxmeg replay; empty: none")
     max_body_mb: float = setting(8.0, "largest body of a request, 10^6 bytes", above=0)
     max_prompt: int = setting(0, "most tokens of a prompt; 0: the model's context", at_least=0)
@@ -197,7 +214,7 @@ class Serve(EngineOptions):
 
 @dataclasses.dataclass
 class Replay:
-    """A log, and the run that it is of."""
+    """A server's log, and the folder of its run."""
 
     log: str = setting(dataclasses.MISSING, "log of a server")
     run_dir: str = setting("", "folder of the run; empty: as in the log")
@@ -227,16 +244,39 @@ class Convert:
     to: To = setting(To.maxmeg, "maxmeg | huggingface | peft")
     list: bool = setting(False, "show tensors and arrays, write nothing")
     tokenizer: str = setting(
-        "", "--to=maxmeg: as data.tokenizer, or a tokenizer.json; empty: the input's"
+        "",
+        "--to=maxmeg: as data.tokenizer, or a tokenizer.json; empty: the input's",
+        needs="to=maxmeg",
     )
-    dtype: DType = setting(DType.bfloat16, "--to=huggingface: of weights")
+    dtype: DType = setting(DType.bfloat16, "--to=huggingface: of weights", needs="to=huggingface")
     quantize: Quantize = setting(
-        Quantize.none, "--to=huggingface: of the layers' matrices: none | int8 | mxfp4 | nvfp4"
+        Quantize.none,
+        "--to=huggingface: of the layers' matrices: none | int8 | mxfp4 | nvfp4",
+        needs="to=huggingface",
     )
-    step: int = setting(-1, "--to=huggingface: step of the checkpoint; -1: the newest")
-    average: bool = setting(False, "with --to=huggingface: export the EMA weights (optim.ema)")
-    shard_gb: float = setting(5.0, "--to=huggingface: most 10^9 bytes per file, > 0")
-    family: str = setting("", "architecture in transformers; empty: the model's")
+    step: int = setting(
+        -1,
+        "step of the checkpoint to export; -1: the newest",
+        at_least=-1,
+        needs="to=huggingface|peft",
+    )
+    average: bool = setting(
+        False, "--to=huggingface: export the EMA weights (optim.ema)", needs="to=huggingface"
+    )
+    shard_gb: float = setting(
+        5.0, "--to=huggingface: largest file, in 10^9 bytes", above=0, needs="to=huggingface"
+    )
+    family: str = setting(
+        "",
+        "architecture in transformers to export as; empty: the model's",
+        needs="to=huggingface|peft",
+    )
+    base: str = setting(
+        "",
+        "--to=peft: name or folder of the base model in adapter_config.json; empty: the name in "
+        "the config.json that the base was imported with",
+        needs="to=peft",
+    )
 
 
 @dataclasses.dataclass

@@ -112,7 +112,7 @@ class LossScaleConfig:
     )
     hysteresis: int = setting(
         2,
-        "overflows before it halves; after these, each one halves it, until it has doubled again",
+        "number of overflows tolerated before the scale is halved; refilled when the scale doubles",
         "--hysteresis",
         at_least=1,
         needs="fixed=0.0",

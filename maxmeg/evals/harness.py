@@ -209,9 +209,10 @@ class HarnessModel:
         """Return the log-probability of whole texts, in windows of the context length."""
         pairs, owners = [], []
         for number, request in enumerate(requests):
-            ids = self.encode(request.args[0])
-            for start in range(0, len(ids), self.max_length):
-                pairs.append(([self.prefix, *ids[:start]], ids[start : start + self.max_length]))
+            ids = [self.prefix, *self.encode(request.args[0])]
+            for start in range(1, len(ids), self.max_length):
+                context = ids[max(start - self.max_length, 0) : start]
+                pairs.append((context, ids[start : start + self.max_length]))
                 owners.append(number)
         totals = [0.0] * len(requests)
         for owner, (value, _) in zip(owners, self.scores(pairs), strict=True):

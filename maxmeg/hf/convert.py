@@ -292,6 +292,8 @@ def _write_folder(
     small, notes = _tokenizer_files(folder, config)
     for path, name in small.items():
         shutil.copyfile(path, target / name)
+    if config.data.chat_template:
+        replace_chat_template(target, Path(config.data.chat_template).read_text("utf-8"))
     if model.mtp.num_layers < trained.model.mtp.num_layers:
         left_out = f"model.mtp.num_layers={trained.model.mtp.num_layers}"
         notes += (f"{family} has no MTP layers: they are left out ({left_out})",)
@@ -302,6 +304,17 @@ def _write_folder(
     report = _report(family, matched, config.data.tokenizer, notes)
     loaded_by = f"transformers.{family}.from_pretrained('{target}')"
     return dataclasses.replace(report, loaded_by=f"vllm serve {target}" if quantized else loaded_by)
+
+
+def replace_chat_template(folder: Path, text: str) -> None:
+    """Write the chat template that a model was trained with, in place of its base model's."""
+    for path in folder.glob("chat_template.*"):
+        path.unlink()
+    (folder / "chat_template.jinja").write_text(text, "utf-8")
+    settings = folder / "tokenizer_config.json"
+    if settings.exists():
+        kept = {k: value for k, value in read_json(settings).items() if k != "chat_template"}
+        settings.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 
 def imported(source: Source) -> Pairs:

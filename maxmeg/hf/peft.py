@@ -68,8 +68,9 @@ def export_adapter(
     """Write the adapters of a LoRA run to a PEFT folder `target`, which must not hold weights.
 
     step: default the newest. family: default that of the folder the base was imported from. base:
-    the name of the base model in adapter_config.json, default that folder. ValueError for a run
-    without adapters.
+    name or folder of the base model for adapter_config.json, default the name in the config.json
+    that the base was imported with, else the folder of that file, which has no weights. ValueError
+    for a run without adapters.
     """
     reader = open_run(Path(run_dir), step)
     config = run_folder.read(reader.metadata["config"], run_dir)
@@ -81,7 +82,8 @@ def export_adapter(
             "factors an adapter alone cannot have: export the whole model instead"
         )
     carried = carried_folder(run_dir, config)
-    family = choose_family(config.model, carried_config(carried), family)
+    imported = carried_config(carried)
+    family = choose_family(config.model, imported, family)
     first = table_of(family).outputs_first
     every = bindings(config.model, family)
     found = adapted_modules(every, reader.tensors, config.lora.rank, first)
@@ -93,7 +95,7 @@ def export_adapter(
                 writer.write(name, array)
     os.replace(Path(target, SINGLE), Path(target, WEIGHTS))
     settings = adapter_config(config.lora, found, every, first)
-    settings["base_model_name_or_path"] = base or str(carried)
+    settings["base_model_name_or_path"] = base or imported.get("_name_or_path") or str(carried)
     settings["task_type"] = "SEQ_2_SEQ_LM" if config.model.has_source else "CAUSAL_LM"
     Path(target, SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     return Path(target)
@@ -206,8 +208,22 @@ def read_adapter(folder: str | os.PathLike, model: ModelConfig, family: str) -> 
 
 
 def scale_of(module: str, rank: int, settings: Mapping[str, typing.Any]) -> float:
-    """Return alpha / rank, or alpha / sqrt(rank) for rsLoRA; alphas have patterns, as in peft."""
+    """Return alpha / rank, or alpha / sqrt(rank) for rsLoRA.
+
+    alpha_pattern: alphas of modules, by the ends of their names. peft reads these as regular
+    expressions; a downloaded file could hold one that takes for ever. ValueError for one that is
+    not a name.
+    """
     patterns: dict[str, float] = settings.get("alpha_pattern") or {}
-    found = (a for name, a in patterns.items() if re.fullmatch(rf"(.*\.)?({name})", module))
+    if others := [name for name in patterns if not re.fullmatch(r"\^?[\w.]+", name)]:
+        raise ValueError(
+            f"{SETTINGS} has alpha_pattern {some(others)}: only names of modules are supported, "
+            "such as q_proj or layers.0.self_attn.q_proj, not regular expressions"
+        )
+    found = (
+        alpha
+        for name, alpha in patterns.items()
+        if f"^.{module}".endswith(f"^.{name[1:]}" if name.startswith("^") else f".{name}")
+    )
     alpha = next(found, settings.get("lora_alpha", 8))
     return alpha / (rank**0.5 if settings.get("use_rslora") else rank)

@@ -1,8 +1,8 @@
 """LoRA adapters that are served beside their base model; each request chooses one, or none.
 
-The A of all adapters of a projection lie side by side in one matrix, and so do the B. A step
-multiplies by both as a whole, and puts zeros between them in place of adapters that are not the
-row's: a reply is the same whichever adapters the other rows use.
+For each projection, the A (and B) matrices of all adapters are concatenated along the rank. A step
+multiplies by both whole matrices, and each row masks the ranks of other adapters: a reply is the
+same whichever adapters the other rows use.
 """
 
 import dataclasses

@@ -67,11 +67,11 @@ class Engine:
     others follow process 0 (`followers`).
 
     lanes: most requests at a time on each replica of the model, along data, fsdp and expert; on a
-    CPU at least 2. pages: of the cache on each replica; 0: as many as lanes and memory allow.
-    slots: number of tokens in a page. chunk: number of tokens of a prompt that are read at once, on
-    a CPU at most 64. prefill_tokens: largest number of prompt tokens that are read while other
-    requests wait for their next token. share: prompts with the same beginning share its pages.
-    proposals: number of tokens that each step proposes and checks beside the next one: fewer steps,
+    CPU at least 2. pages: number of KV-cache pages per replica; 0: as many as lanes and memory
+    allow. slots: number of tokens per page. chunk: number of tokens of a prompt that are read at
+    once, on a CPU at most 64. prefill_tokens: largest number of prompt tokens that are read while
+    other requests wait for their next token. share: prefix caching, prompts with the same beginning
+    share its pages. proposals: speculative decoding, number of draft tokens per step: fewer steps,
     and the same reply but for rounding. They come from the model's MTP layers, one from each, or if
     it has none from the text before (`NGrams`). The prompt of an encoder-decoder is its source,
     which is read at once, and is not shared. ValueError for a model that is not causal, for more

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import secrets
 import select
+import selectors
 import signal
 import socket
 import threading
@@ -19,14 +20,14 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from maxmeg.config.errors import report
+from maxmeg.config.errors import RESTART_CODE, report
 from maxmeg.inference.programs import Programs
 from maxmeg.parallel import multihost
-from maxmeg.runtime.faults.peers import RESTART_CODE, leave
+from maxmeg.runtime.faults.peers import leave
 from maxmeg.runtime.gpu_environment import set_gpu_environment
 
 ADDRESS = "maxmeg/leader"  # key of process 0's port and the word that the others say there
-CONNECT_SECONDS, HELLO_SECONDS = 300, 10
+CONNECT_SECONDS = 300
 LOST_SECONDS = 1  # a collective may fail before the lost process is noticed
 STOP, UNCHANGED = -1, -1  # in place of a chunk; in place of a number of values
 
@@ -164,17 +165,44 @@ def accepted(count: int) -> dict[int, socket.socket]:
         return connections
     dual = socket.has_dualstack_ipv6()
     family, word = socket.AF_INET6 if dual else socket.AF_INET, secrets.token_hex(16)
-    with socket.create_server(("", 0), family=family, backlog=count, dualstack_ipv6=dual) as server:
-        server.settimeout(CONNECT_SECONDS)
+    with (
+        socket.create_server(("", 0), family=family, backlog=count, dualstack_ipv6=dual) as server,
+        selectors.DefaultSelector() as selector,
+    ):
         multihost.store().key_value_set(ADDRESS, f"{server.getsockname()[1]} {word}")
+        selector.register(server, selectors.EVENT_READ)
+        end = time.monotonic() + CONNECT_SECONDS
         while len(connections) < count:
-            connection, _ = server.accept()
-            connection.settimeout(HELLO_SECONDS)
-            with contextlib.suppress(OSError, ValueError):  # not one of the processes
-                said, number = connection.makefile().readline(99).split()
-                if secrets.compare_digest(said, word):
-                    connections[int(number)] = connection
+            events = selector.select(end - time.monotonic())
+            if time.monotonic() >= end:
+                raise TimeoutError(
+                    f"{count - len(connections)} of {count} processes have not connected to "
+                    f"process 0 within {CONNECT_SECONDS} s: let the hosts of a job connect to all "
+                    "ports of each other"
+                )
+            for key, _ in events:
+                if key.fileobj is server:
+                    connection, _ = server.accept()
+                    connection.setblocking(False)
+                    selector.register(connection, selectors.EVENT_READ, connection)
+                    continue
+                selector.unregister(key.data)
+                if (number := hello(key.data, word)) is None:
+                    key.data.close()
+                else:
+                    connections[number] = key.data
+        for key in [*selector.get_map().values()]:
+            (key.data or server).close()
     return connections
+
+
+def hello(connection: socket.socket, word: str) -> int | None:
+    """The number of the process that has connected; None for anything but the word and a number."""
+    with contextlib.suppress(OSError, ValueError):
+        said, number = connection.recv(99).decode("ascii").split()
+        if secrets.compare_digest(said, word):
+            return int(number)
+    return None
 
 
 def connected() -> socket.socket:

@@ -20,8 +20,8 @@ class Job:
 
     number: in the order of arrival. limit: most new tokens. salt: of shared pages (`Pages.share`).
     lane: None while it waits. read: number of tokens of the prompt in the cache. sampled: number of
-    new tokens that decode steps were started for since the job got its lane. tokens: the new tokens
-    that are known. If there are more of them, the job lost its pages, and decodes them again.
+    decode steps scheduled since the job got its lane. tokens: generated so far; more than `sampled`
+    after a preemption, while they are recomputed.
     shares: whether it may begin with pages that others have filled. waits: a new token is sampled
     only when all before it are known. most_proposals: largest number of proposed tokens that a
     decode step checks; such a job waits. proposals: of the next tokens.

@@ -125,8 +125,10 @@ def numbers(values: typing.Any) -> list[int]:
 def arguments(path: str, start: int, length: int) -> dict[str, typing.Any]:
     """Return the plain values of a run's arguments, and enums by their values."""
     with zipfile.ZipFile(file_part(path, start, length)) as archive:
-        (name,) = [n for n in archive.namelist() if re.fullmatch(r"[^/]+/data\.pkl", n)]
-        common = RecordUnpickler(io.BytesIO(archive.read(name)), ARGUMENTS, path).load()
+        (info,) = [i for i in archive.infolist() if re.fullmatch(r"[^/]+/data\.pkl", i.filename)]
+        if info.compress_type != zipfile.ZIP_STORED or info.file_size > length:
+            raise ValueError(f"{path}: {info.filename} is compressed, which torch never does")
+        common = RecordUnpickler(io.BytesIO(archive.read(info)), ARGUMENTS, path).load()
     if isinstance(common, list) and len(common) == 1:  # as an object among the tensors
         (common,) = common
     found = common.get("args") if isinstance(common, dict) else None

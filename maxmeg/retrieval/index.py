@@ -53,6 +53,7 @@ class Index:
         path, rows, width = Path(folder), 0, 0
         path.mkdir(parents=True, exist_ok=True)
         (path / DESCRIPTION).unlink(missing_ok=True)
+        (path / VECTORS).unlink(missing_ok=True)  # others may have mapped it
         with open(path / VECTORS, "wb") as file:
             for block in vectors:
                 block = np.ascontiguousarray(block, "<f4")

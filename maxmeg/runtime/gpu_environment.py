@@ -66,8 +66,8 @@ _CACHED_SECONDS = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 COMBINED = "xla_gpu_reduce_scatter_combine_threshold_bytes"
 XLA_COMBINES = 30 * 2**20  # its default
 
-# XLA schedules one collective at a time. With two, a gather over one axis need not end before the
-# next collective over another one starts, and a ring's backward sends keys beside their gradients.
+# XLA schedules one collective at a time. With two in flight, an all-gather over one mesh axis can
+# overlap a collective over another; ring attention's backward sends K and V beside their gradients.
 AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
 
 # XLA's own Triton products read wider copies of 8-bit operands; cuBLAS multiplies the codes.

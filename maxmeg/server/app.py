@@ -38,7 +38,7 @@ class Api:
         self.served.check_name(body.model)
         prompts = await self.served.encode(self.served.prompts, body.prompt)
         if body.echo and self.served.model.has_source:
-            raise ApiError(400, "a reply does not follow the source that it is made from", "echo")
+            raise ApiError(400, "echo=true is not supported for encoder-decoder models", "echo")
         limit = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
         scores = bool(body.echo) and (body.logprobs is not None or limit == 0)
         sampling = body.sampling(body.logprobs or 0)

@@ -126,8 +126,8 @@ def check_options(options: Serve) -> None:
     default = Serve()
     if changed := sorted(n for n in names if getattr(options, n) != getattr(default, n)):
         raise ValueError(
-            f"{', '.join(f'--{name}' for name in changed)}: the model is bidirectional, and serves "
-            "embeddings of texts, for which these options mean nothing: leave them out"
+            f"{', '.join(f'--{name}' for name in changed)}: these options configure text "
+            "generation; the model is bidirectional, and only serves embeddings: leave them out"
         )
 
 

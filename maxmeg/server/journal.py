@@ -59,7 +59,10 @@ def read_log(path: str) -> tuple[dict[str, typing.Any], list[dict]]:
                 line = json.loads(text)
             except ValueError as error:
                 raise ValueError(f"{path} line {number} is not JSON: {error}") from None
-            shape, lines = (line["engine"], []) if "engine" in line else (shape, [*lines, line])
+            if "engine" in line:
+                shape, lines = line["engine"], []
+            else:
+                lines.append(line)
     if shape is None:
         raise ValueError(f"{path} is not the log of a server: it has no line of its engine")
     return shape, lines

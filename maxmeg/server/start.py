@@ -19,8 +19,8 @@ from maxmeg.server.worker import Worker
 from maxmeg.server.writer import ServedWriter
 
 UNSHARED = (
-    "no prefix cache: layers of this model keep states, which pages of the cache do not hold, so "
-    "that every prompt is read from its beginning"
+    "prefix caching is off: no prefix cache can hold the recurrent state of this model's layers; "
+    "each prompt is computed in full"
 )
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import errno
 import os
 import pathlib
 import sys
@@ -13,7 +14,7 @@ import yaml
 
 from maxmeg.config import docs, files, flags, hints
 from maxmeg.config.commands import COMMANDS
-from maxmeg.config.errors import is_for_user
+from maxmeg.config.errors import RESTART_CODE, is_for_user
 from maxmeg.config.model import ModelConfig, Norm
 from maxmeg.config.named import built_in
 from maxmeg.config.options import Chat
@@ -305,6 +306,16 @@ def test_os_errors_name_the_setting(config_file, capsys):
             flags.run_command(lambda config: os.makedirs(config.run_dir), argv=argv)
         assert stop.value.code == 2
         assert f"--run_dir={config_file}{folder}: {shown}" in capsys.readouterr().err
+
+
+def test_a_disk_that_may_recover_starts_the_run_again(config_file, capsys):
+    def fail(config):
+        raise OSError(errno.ESTALE, "Stale file handle", f"{config.run_dir}/x")
+
+    with pytest.raises(SystemExit) as stop:
+        flags.run_command(fail, argv=["prog", f"--config={config_file}", "--run_dir=r"])
+    assert stop.value.code == RESTART_CODE
+    assert capsys.readouterr().err.startswith("error: --run_dir=r: Stale file handle (r/x)")
 
 
 def test_names_of_other_frameworks_are_of_fields_that_exist():

@@ -69,6 +69,17 @@ def test_compressed_files_are_read_and_truncated_ones_refused(tmp_path, monkeypa
                 records(path)
 
 
+def test_files_that_unpack_to_much_are_read_in_small_blocks(tmp_path):
+    zeros = bytes(1 << 27)
+    packed = {".zst": zstandard.compress(zeros), ".gz": gzip.compress(zeros)}
+    packed |= {".bz2": bz2.compress(zeros), ".xz": lzma.compress(zeros)}
+    for suffix, data in packed.items():
+        path = tmp_path / f"zeros.txt{suffix}"
+        path.write_bytes(data)
+        sizes = [len(block) for block in read_blocks(str(path))]
+        assert sum(sizes) == len(zeros) and max(sizes) <= 1 << 25, suffix
+
+
 def test_inputs_are_found_in_order(tmp_path, monkeypatch):
     for name in ("b.jsonl", "a.jsonl", "c.txt"):
         (tmp_path / name).write_text("x")

@@ -137,6 +137,10 @@ def test_what_cannot_be_read(tmp_path):
         np.testing.assert_allclose(b, RANK**0.5 * read()[QUERY][layer][1], rtol=TOLERANCE)
         doubled = read(alpha_pattern={"q_proj": 2 * ALPHA})
         np.testing.assert_array_equal(doubled[QUERY][layer][1], 2 * read()[QUERY][layer][1])
+        shorter = read(alpha_pattern={"j_proj": 2 * ALPHA, "^self_attn.q_proj": 2 * ALPHA})
+        np.testing.assert_array_equal(shorter[QUERY][layer][1], read()[QUERY][layer][1])
+    with pytest.raises(ValueError, match=r"alpha_pattern \(a\+\)\+x: only names of modules"):
+        read(alpha_pattern={"(a+)+x": 1})
     whole = weights.read_bytes()
     for before, after in ((b"q_proj", b"p_proj"), (b"lora_A", b"lora_C")):
         weights.write_bytes(whole.replace(before, after))

@@ -108,9 +108,9 @@ def put(folder: Path, listed, common_state=None) -> Path:
     return folder
 
 
-def archived(value) -> bytes:
+def archived(value, compression=zipfile.ZIP_STORED) -> bytes:
     file = io.BytesIO()
-    with zipfile.ZipFile(file, "w") as archive:
+    with zipfile.ZipFile(file, "w", compression) as archive:
         archive.writestr("common/data.pkl", pickled(value) + b".")
     return file.getvalue()
 
@@ -170,6 +170,17 @@ def test_arguments_are_plain_values(tmp_path: Path):
         "attention.backend": 5,
         "names": ["a"],
     }
+
+
+def test_compressed_arguments_are_refused(tmp_path: Path):
+    """A small file could unpack to more than the memory."""
+    put(tmp_path, metadata(HALVES))
+    (tmp_path / "common.pt").write_bytes(archived({"args": "a" * 10**6}, zipfile.ZIP_DEFLATED))
+    with (
+        TorchDistReader(tmp_path) as reader,
+        pytest.raises(ValueError, match=r"common\.pt: common/data\.pkl is compressed"),
+    ):
+        reader.arguments()
 
 
 def test_arguments_may_lie_among_the_tensors(tmp_path: Path):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from maxmeg.runtime.faults.peers import RESTART_CODE
+from maxmeg.config.errors import RESTART_CODE
 
 REPOSITORY = Path(__file__).parents[2]
 SECONDS = 240

@@ -16,11 +16,11 @@ from maxmeg.data.prepare.merge import merge
 from maxmeg.data.prepare.run import prepare
 
 REPOSITORY = Path(__file__).parents[2]
-# Ends with the next code of $CODES; "preempted": as Slurm takes the job's node away.
+# Ends with the next code of $CODES; "preempted CODE": as Slurm takes the job's node away.
 TRAINS = """echo srun >> "$CALLS"; echo "$@" >> "$CALLS.options"
 code=$(head -n 1 "$CODES"); sed -i 1d "$CODES"
-[ "$code" = preempted ] && { kill -USR1 "$PPID"; sleep 0.3; code=0; }
-exit "$code"
+case "$code" in preempted*) kill -USR1 "$PPID"; sleep 0.3;; esac
+exit "${code#preempted }"
 """
 # Ends with code 0 when scancel passes the signal on, as the server does.
 SERVES = """echo "$@" > "$CALLS"
@@ -63,6 +63,9 @@ def trained(folder: Path, codes: list[str], **variables: str) -> tuple[int, str]
     return job.returncode, errors
 
 
+REQUEUED = ["scancel --signal=TERM 7", "scontrol requeue 7"]
+
+
 @pytest.mark.parametrize(
     ("codes", "calls", "code"),
     [
@@ -72,7 +75,9 @@ def trained(folder: Path, codes: list[str], **variables: str) -> tuple[int, str]
         (["143"], ["srun"], 143),  # stopped on purpose
         (["75", "137", "0"], ["srun"] * 3, 0),
         (["75", "75", "75"], ["srun"] * 3, 75),
-        (["75", "preempted"], ["srun", "srun", "scancel --signal=TERM 7", "scontrol requeue 7"], 0),
+        (["75", "preempted 0"], ["srun", "srun", *REQUEUED], 0),
+        (["preempted 143"], ["srun", *REQUEUED], 0),  # before it was ready to stop by itself
+        (["preempted 2"], ["srun", REQUEUED[0]], 2),
     ],
 )
 def test_slurm_restarts_a_run_that_hung_or_lost_a_process(tmp_path, codes, calls, code):
@@ -86,6 +91,9 @@ def test_slurm_measures_every_gpu_first_where_it_is_asked_to(tmp_path):
     first, then = (tmp_path / "calls.options").read_text().splitlines()
     assert "maxmeg.doctor" in first and "maxmeg.train --config=x.py" in then
     assert trained(tmp_path, ["1"], MAXMEG_DOCTOR="1")[0] == 1  # a slow one: no training
+    (tmp_path / "calls").unlink()
+    assert trained(tmp_path, ["preempted 143"], MAXMEG_DOCTOR="1")[0] == 0
+    assert (tmp_path / "calls").read_text().splitlines() == ["srun", *REQUEUED]
 
 
 @pytest.mark.parametrize(

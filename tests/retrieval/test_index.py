@@ -73,7 +73,7 @@ def test_another_encoder_or_corpus_is_refused(tmp_path):
 
 
 def test_a_folder_holds_one_whole_index_or_none(tmp_path):
-    Index.create(tmp_path, [vectors_of(3)], "e", "c")
+    mapped = Index.create(tmp_path, [vectors_of(3)], "e", "c").vectors
 
     def broken():
         yield vectors_of(2)
@@ -84,6 +84,7 @@ def test_a_folder_holds_one_whole_index_or_none(tmp_path):
     with pytest.raises(ValueError, match=r"no index in .*build one first"):
         Index.open(tmp_path, "e", "c")
     Index.create(tmp_path, [vectors_of(4)], "e", "c")
+    np.testing.assert_array_equal(mapped, vectors_of(3))  # who reads the old one goes on
     (tmp_path / VECTORS).write_bytes(b"0123")
     with pytest.raises(ValueError, match=r"4 bytes instead of 4 \* 4 rows \* 6.*damaged"):
         Index.open(tmp_path, "e", "c")

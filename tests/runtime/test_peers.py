@@ -5,12 +5,14 @@ import time
 import types
 
 import pytest
+from jax.errors import JaxRuntimeError
 from key_value_store import KeyValueStore
 
+from maxmeg.config.errors import RESTART_CODE
 from maxmeg.config.schema import Config
 from maxmeg.parallel import multihost
 from maxmeg.runtime.faults import peers
-from maxmeg.runtime.faults.peers import RESTART_CODE, Failure, Peers, ending_together
+from maxmeg.runtime.faults.peers import Failure, Peers, ending_together
 
 
 class Rank:
@@ -109,7 +111,8 @@ def test_a_published_failure_ends_the_others(monkeypatch, short):
         (KeyError("lost"), 1, "KeyError: 'lost'"),
         (ValueError("raise it"), 2, "error: raise it"),
         (SystemExit(3), 3, ""),
-        (RuntimeError("Gloo AllReduce timed out"), RESTART_CODE, "Gloo AllReduce timed out"),
+        (JaxRuntimeError("Gloo AllReduce timed out"), RESTART_CODE, "Gloo AllReduce timed out"),
+        (ValueError("/data/igloo is empty"), 2, "error: /data/igloo is empty"),
     ],
 )
 def test_an_exception_is_told_to_all_processes(monkeypatch, capsys, error, code, shown):

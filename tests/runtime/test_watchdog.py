@@ -8,11 +8,11 @@ import types
 
 import pytest
 
+from maxmeg.config.errors import RESTART_CODE
 from maxmeg.config.schema import Config, WatchdogConfig
 from maxmeg.config.validate import watchdog_problems
 from maxmeg.runtime.faults import peers, watchdog
 from maxmeg.runtime.faults.clock import TICK, RunningClock
-from maxmeg.runtime.faults.peers import RESTART_CODE
 from maxmeg.runtime.faults.stragglers import Stragglers
 from maxmeg.runtime.faults.watchdog import SAVING, Watchdog
 

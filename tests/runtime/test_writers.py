@@ -164,7 +164,10 @@ def test_the_curve_is_drawn_at_validations_and_the_last_one_is_told(tmp_path):
         seen.append((tmp_path / "loss.png").exists())
     writer.close()
     assert seen == [False, False, True]  # nothing to draw; no validation; drawn
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    image = (tmp_path / "loss.png").read_bytes()
+    assert image.startswith(b"\x89PNG")
+    plot_loss(tmp_path / "metrics.jsonl", tmp_path / "again.png", tmp_path.name)
+    assert (tmp_path / "again.png").read_bytes() == image
     words = "validation loss: 0.5000 nats per byte (0.721 bits) at step 3"
     assert validation_words(str(tmp_path)) == words
 

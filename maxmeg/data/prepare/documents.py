@@ -162,6 +162,8 @@ _UNPACK: dict[str, Callable[[], Any]] = {
     ".zst": _unzstd,
 }
 _PADDED = (".gz", ".xz")  # formats that allow zeros between members
+# Bytes that are decompressed at once: zlib gives up to 1,032 bytes for one, and zstd 32,768.
+_PACKED_BLOCKS = {".gz": 1 << 12, ".zst": 1 << 10}
 
 
 def _unpacked(packed: str, source: str, file: BinaryIO) -> Iterator[bytes]:
@@ -172,7 +174,7 @@ def _unpacked(packed: str, source: str, file: BinaryIO) -> Iterator[bytes]:
             yield block
         return
     member = None
-    while block := file.read(_BLOCK // 8):
+    while block := file.read(_PACKED_BLOCKS.get(packed, _BLOCK // 8)):
         while block:
             if member is None and packed in _PADDED:
                 block = block.lstrip(b"\0")
@@ -180,15 +182,22 @@ def _unpacked(packed: str, source: str, file: BinaryIO) -> Iterator[bytes]:
                     break
             try:
                 member = member or _UNPACK[packed]()
-                text = member.decompress(block)
+                yield from _decompressed(member, block)
             except Exception as error:  # zlib.error, OSError, LZMAError, ZstdError
                 raise ValueError(f"{source} is truncated or corrupt: {error}") from error
-            if text:
-                yield text
             block = member.unused_data if member.eof else b""
             member = None if member.eof else member
     if member is not None:
         raise ValueError(f"{source} is truncated or corrupt: it ends within a member")
+
+
+def _decompressed(member: Any, block: bytes) -> Iterator[bytes]:
+    """Yield what a member of a file decompresses a block to, in pieces of at most 32 MiB."""
+    bounds = (_BLOCK,) if hasattr(member, "needs_input") else ()  # bz2 and xz keep the other input
+    text = member.decompress(block, *bounds)
+    while text:
+        yield text
+        text = member.decompress(b"", *bounds) if bounds and not member.eof else b""
 
 
 def _lines(blocks: Iterator[bytes]) -> Iterator[bytes]:

@@ -20,19 +20,18 @@ from typing import Any
 
 import jax
 
-from maxmeg.config.errors import report
+from maxmeg.config.errors import RESTART_CODE, report
 from maxmeg.config.schema import Config
 from maxmeg.parallel import multihost
 from maxmeg.runtime.faults.clock import RunningClock
 
-RESTART_CODE = 75  # EX_TEMPFAIL: a hang or a lost process; launchers start the run again
 FAILURE, ALIVE = "maxmeg/failure", "maxmeg/alive/"
 INTERVAL = 2.0  # seconds between heartbeats, at most
 _CHECK_SECONDS = 0.5
 _BEATS = 3  # missing heartbeats after which a hang is reported with this process as silent
 _RPC_SECONDS = 5.0  # limit of a call that blocks if the coordinator does not answer
 GRACE = 1.0  # seconds for a process to fail by itself before a published failure ends it
-_COLLECTIVES = ("gloo", "nccl")  # words in errors that the end of another process causes
+_COLLECTIVES = ("gloo", "nccl")  # words in XLA's errors that the end of another process causes
 _CAUSES = {
     "stopped": "is stopped (SIGSTOP or a debugger)",
     "": "was killed or stopped, or its host or network is down",
@@ -236,8 +235,8 @@ def ending_together(main: Callable[..., None]) -> Callable[..., None]:
             if multihost.store() is None:
                 raise
             text = " ".join(f"{type(error).__name__}: {error}".split())
-            follows = any(name in text.lower() for name in _COLLECTIVES)
-            follows = follows and not isinstance(error, MemoryError)
+            follows = isinstance(error, jax.errors.JaxRuntimeError)
+            follows = follows and any(name in text.lower() for name in _COLLECTIVES)
             if follows:  # wait until the process that failed first publishes the cause
                 time.sleep(1.5 * config.watchdog.silence + 4 * INTERVAL)
             code = report(error, config)

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from maxmeg.config.errors import RESTART_CODE
 from maxmeg.config.schema import Config
 from maxmeg.parallel import multihost
 from maxmeg.runtime.faults.clock import TICK, RunningClock
-from maxmeg.runtime.faults.peers import GRACE, RESTART_CODE, Failure, Peers, leave, publish
+from maxmeg.runtime.faults.peers import GRACE, Failure, Peers, leave, publish
 from maxmeg.runtime.metrics.hooks import Hook, Metrics
 
 STARTING, COMPILING, TRAINING = "starting", "compiling", "training"

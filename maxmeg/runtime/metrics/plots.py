@@ -1,13 +1,13 @@
 """Plots of a run: the loss curve and the load of experts, as PNG files."""
 
-import contextlib
 import io
 import itertools
 import json
 import math
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -16,20 +16,29 @@ from maxmeg.runtime.metrics.hooks import Metrics
 
 _TRAIN, _VALIDATION, _INK, _BALANCED = "#4c78a8", "#e4572e", "#333333", "#f7f4ee"
 METRICS_FILE = "metrics.jsonl"
+LOSSES = ("loss", "validation_loss")
 Series = tuple[list[int], list[float]]
 _MAX_LOAD = 2.0  # loads over the mean load from here on have the same colour
 
 
 class LossPlot:
-    """Writer that draws RUN_DIR/loss.png after every validation; put it after metrics.jsonl's."""
+    """Writer that draws RUN_DIR/loss.png after every validation; put it after metrics.jsonl's.
+
+    It reads metrics.jsonl at the first validation, and later remembers the losses itself.
+    """
 
     def __init__(self, run_dir: str):
-        self._run_dir = run_dir
+        self._run_dir, self._losses = run_dir, None
 
     def __call__(self, step: int, metrics: Metrics) -> None:
-        if "validation_loss" in metrics:
-            with contextlib.suppress(ValueError):  # every step so far was skipped
-                _plot_run(self._run_dir)
+        if self._losses is not None:
+            _add(self._losses, {**metrics, "step": step})
+        if "validation_loss" not in metrics:
+            return
+        if self._losses is None:
+            self._losses = series(os.path.join(self._run_dir, METRICS_FILE), LOSSES)
+        if self._losses["loss"][0]:  # else every step so far was skipped
+            _draw_losses(self._losses, _curve(self._run_dir), _title(self._run_dir))
 
     def close(self) -> None:
         pass
@@ -37,7 +46,8 @@ class LossPlot:
 
 def write_plots(run_dir: str) -> dict[str, str]:
     """Plot what the run folder holds. Returns the paths of the PNG files by title."""
-    plots = {"loss curve": _plot_run(run_dir)}
+    plot_loss(os.path.join(run_dir, METRICS_FILE), _curve(run_dir), _title(run_dir))
+    plots = {"loss curve": _curve(run_dir)}
     loads = os.path.join(run_dir, "experts.json")
     if os.path.exists(loads):
         plots["expert load"] = os.path.join(run_dir, "experts.png")
@@ -63,10 +73,8 @@ def _title(run_dir: str) -> str:
     return os.path.basename(os.path.normpath(run_dir))
 
 
-def _plot_run(run_dir: str) -> str:
-    path = os.path.join(run_dir, "loss.png")
-    plot_loss(os.path.join(run_dir, METRICS_FILE), path, _title(run_dir))
-    return path
+def _curve(run_dir: str) -> str:
+    return os.path.join(run_dir, "loss.png")
 
 
 def plot_loss(
@@ -76,10 +84,14 @@ def plot_loss(
 
     Raises ValueError when the file holds no loss yet.
     """
-    found = series(metrics_path, ("loss", "validation_loss"))
-    train, validation = found["loss"], found["validation_loss"]
-    if not train[0]:
+    losses = series(metrics_path, LOSSES)
+    if not losses["loss"][0]:
         raise ValueError(f"{metrics_path} holds no loss: nothing to plot")
+    _draw_losses(losses, image_path, title)
+
+
+def _draw_losses(found: dict[str, Series], image_path: str | os.PathLike, title: str) -> None:
+    train, validation = (found[name] for name in LOSSES)
     figure, axes = _figure(4.5)
     steps, losses = train
     axes.plot(steps, losses, color=_TRAIN, alpha=0.25, linewidth=0.8)
@@ -152,12 +164,16 @@ def series(path: str | os.PathLike, names: Sequence[str]) -> dict[str, Series]:
     found: dict[str, Series] = {name: ([], []) for name in names}
     with open(path, encoding="utf-8") as file:
         for line in file:
-            row = json.loads(line)
-            for name, (steps, values) in found.items():
-                if row.get(name) is not None:
-                    steps.append(row["step"])
-                    values.append(row[name])
+            _add(found, json.loads(line))
     return found
+
+
+def _add(found: dict[str, Series], row: Mapping[str, Any]) -> None:
+    for name, (steps, values) in found.items():
+        value = row.get(name)
+        if value is not None and math.isfinite(value):
+            steps.append(row["step"])
+            values.append(value)
 
 
 def smooth(values):
