@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import os
 import typing
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from maxmeg.checkpoint.processes import Processes
 from maxmeg.config import files
 from maxmeg.config.model import DType
 from maxmeg.config.named import load_config
@@ -17,8 +19,10 @@ from maxmeg.config.schema import Config
 from maxmeg.config.setting import with_fields
 from maxmeg.config.validate import axis_sizes, resolve
 from maxmeg.data.corpus.indexed import IndexedWriter
+from maxmeg.data.corpus.stored import digest
 from maxmeg.data.source import Source
 from maxmeg.data.tokenizers.load import load_tokenizer
+from maxmeg.data.tokenizers.tokenizer import Tokenizer
 from maxmeg.inference.activations import capture
 from maxmeg.inference.adapters import with_adapters
 from maxmeg.inference.engine import Engine
@@ -31,10 +35,11 @@ from maxmeg.planning.hardware import parse_cluster
 from maxmeg.planning.show.text import Plan
 from maxmeg.runtime.gpu_environment import set_gpu_environment
 from maxmeg.runtime.platform import choose_platform
+from maxmeg.state import CHECKPOINTS
 from maxmeg.train import main as run_training
 
 __all__ = ["LanguageModel", "capture", "config", "engine", "load", "plan", "train"]
-DOCUMENTS = "data/documents"  # prefix in the run folder of the documents that `train` was given
+DOCUMENTS = "data"  # folder in the run folder for the documents that `train` was given
 
 
 def load(
@@ -117,9 +122,10 @@ def train(
             )
         loss = objective_of(loss)
     source = data if hasattr(data, "open") else None
+    prepared = {}
     if data is not None and source is None:
-        write_documents(config, typing.cast(Sequence, data))
-    run_training(config, typing.cast(Source | None, source), loss)
+        prepared["prepare"] = functools.partial(with_documents, typing.cast(Sequence, data))
+    run_training(config, typing.cast(Source | None, source), loss, **prepared)
     mesh = local_mesh()
     if jax.process_count() == 1:
         sizes = axis_sizes(config.parallel, jax.device_count())
@@ -128,33 +134,55 @@ def train(
     return LanguageModel.of(load_run(config.run_dir, None, mesh))
 
 
-def write_documents(config: Config, documents: Sequence[str] | Sequence[np.ndarray]) -> None:
-    """Write documents as a corpus in the run folder, and name it in config.data."""
+def with_documents(documents: Sequence[str] | Sequence[np.ndarray], config: Config) -> Config:
+    """Return the config that names a corpus of these documents, which process 0 writes."""
+
+    def write() -> str:
+        return write_documents(config, documents)
+
+    prefix = Processes("documents").broadcast("write", write, ValueError)
+    named = {"paths": (prefix,), "train_paths": (), "validation_paths": (), "test_paths": ()}
+    config = copy.deepcopy(config)
+    config.data = dataclasses.replace(config.data, blend="", mock=False, **named)
+    return config
+
+
+def write_documents(config: Config, documents: Sequence[str] | Sequence[np.ndarray]) -> str:
+    """Write documents as a corpus RUN_DIR/data/documents-HASH, and return its prefix. ValueError if
+    the run has been trained on others."""
     if not len(documents):
         raise ValueError("data=[] holds no document: give texts or arrays of token ids")
-    tokenizer, prefix = load_tokenizer(config.data.tokenizer), Path(config.run_dir, DOCUMENTS)
+    tokenizer, folder = load_tokenizer(config.data.tokenizer), Path(config.run_dir, DOCUMENTS)
+    rows = [checked_ids(tokenizer, number, text) for number, text in enumerate(documents)]
+    prefix = folder / f"documents-{digest(tokenizer.identity, *rows)}"
+    if prefix.with_suffix(".idx").exists():
+        return str(prefix)
+    checkpoints = Path(config.run_dir, CHECKPOINTS)
+    if [*folder.glob("documents*.idx")] and checkpoints.is_dir() and any(checkpoints.iterdir()):
+        raise ValueError(
+            f"the run in {config.run_dir} was trained on other documents than data: set another "
+            "run_dir, or give the same documents to resume it"
+        )
     with IndexedWriter(prefix, tokenizer.vocab_size) as writer:
-        for number, document in enumerate(documents):
-            ids = tokenizer.encode(document) if isinstance(document, str) else np.asarray(document)
-            if ids.ndim != 1 or ids.dtype.kind not in "iu":
-                raise ValueError(
-                    f"data[{number}] has shape {ids.shape} and dtype {ids.dtype}: a document is a "
-                    "text or a one-dimensional array of token ids"
-                )
-            if ids.size and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
-                raise ValueError(
-                    f"data[{number}] has ids from {ids.min()} to {ids.max()}: those of "
-                    f"data.tokenizer={config.data.tokenizer} lie in [0, {tokenizer.vocab_size})"
-                )
+        for ids in rows:
             writer.add_document(np.append(ids, tokenizer.eod))
-    empty = {
-        "blend": "",
-        "mock": False,
-        "train_paths": (),
-        "validation_paths": (),
-        "test_paths": (),
-    }
-    config.data = dataclasses.replace(config.data, paths=(str(prefix),), **empty)
+    return str(prefix)
+
+
+def checked_ids(tokenizer: Tokenizer, number: int, document: str | np.ndarray) -> np.ndarray:
+    """Return the token ids of data[number]; ValueError for what is no document."""
+    ids = tokenizer.encode(document) if isinstance(document, str) else np.asarray(document)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise ValueError(
+            f"data[{number}] has shape {ids.shape} and dtype {ids.dtype}: a document is a text or "
+            "a one-dimensional array of token ids"
+        )
+    if ids.size and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
+        raise ValueError(
+            f"data[{number}] has ids from {ids.min()} to {ids.max()}: those of the tokenizer "
+            f"{tokenizer.spec} lie in [0, {tokenizer.vocab_size})"
+        )
+    return ids
 
 
 def plan(config: Config, hardware: str, search: bool = False, compile: bool = False) -> Plan:

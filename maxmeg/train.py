@@ -8,7 +8,7 @@ if __name__ == "__main__":  # before the imports: a mistake needs no JAX
 import contextlib
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -48,7 +48,7 @@ from maxmeg.runtime.gpu_environment import set_gpu_environment
 from maxmeg.runtime.logs import start_logging
 from maxmeg.runtime.metrics.parameter_table import parameter_table
 from maxmeg.runtime.metrics.plots import validation_words, write_plots
-from maxmeg.runtime.metrics.summary import summary
+from maxmeg.runtime.metrics.summary import print_resumed, summary
 from maxmeg.runtime.observe import Observer
 from maxmeg.runtime.screen import say, width
 from maxmeg.runtime.slurm import resuming_words, warn_of_late_save
@@ -153,18 +153,18 @@ class Run:
             self.checkpointer.save(step, to_tree(state), metadata, orders_of(state))
 
 
-def train(run: Run, state, start_step: int):
+def train(run: Run, state, start_step: int, interrupt: Interrupt):
     """Run the training loop. Returns the final state, which has been saved.
 
     A stop request saves at the next step that all processes agree on, and never validates.
     """
     settings, save_every = run.config.train, run.config.checkpoint.save_every
     observer = Observer(run.config, run.schedules, start_step, run.watchdog)
-    interrupt, at_end = Interrupt(settings.exit_after_minutes), contextlib.ExitStack()
+    at_end = contextlib.ExitStack()
     at_end.callback(run.checkpointer.wait)  # a save in the background ends before the program
     postponed = False  # a save that was due after a skipped step
     collected, loader = collected_every(settings.gc_interval), run.batches(start_step)
-    with at_end, interrupt, observer, collected as collect, loader as batches:
+    with at_end, observer, collected as collect, loader as batches:
         for step, batch in batches:
             observer.before(step)
             controls = run.controls(step, interrupt.requested, state)
@@ -228,21 +228,6 @@ def announce(run: Run, begun: Start) -> None:
         print_summary(run)
 
 
-def print_resumed(
-    config: Config, step: int, metadata: Mapping[str, Any], verb: str = "resumed"
-) -> None:
-    """Print the step that a run goes on from, and what changed since. metadata: {} of a new run."""
-    if metadata:
-        say(f"{verb} at step {step}, sample {metadata['consumed_samples']:,}")
-        if changed := files.differences(metadata["config"], run_folder.stored(config)):
-            say(f"changed since step {step}: {', '.join(changed)}")
-    if step >= config.train.num_steps:
-        say(
-            f"already finished at step {step}: raise train.num_steps={config.train.num_steps} to "
-            "train further, or choose another run_dir"
-        )
-
-
 def print_summary(run: Run) -> None:
     config = run.config
     for label, text in summary(config, sizes_of(run.program.mesh), run.program.abstract):
@@ -294,11 +279,20 @@ def dry_run(config: Config) -> None:
 
 
 @explains_out_of_memory()
-def main(config: Config, source: Source | None = None, objective: Objective | None = None) -> None:
-    """Train. source, objective: instead of those that the settings in config.data name."""
+def main(
+    config: Config,
+    source: Source | None = None,
+    objective: Objective | None = None,
+    prepare: Callable[[Config], Config] = lambda config: config,
+) -> None:
+    """Train. source, objective: instead of those that the settings in config.data name. prepare:
+    called when the run folder is locked, returns the config to train."""
     set_up(config, os.path.join(os.path.abspath(config.run_dir), files.COMPILE_CACHE))
-    with Watchdog(config) as watchdog, lock_run(config.run_dir):
-        run = Run(config, watchdog, source, objective)
+    interrupt = Interrupt(config.train.exit_after_minutes)
+    with interrupt, Watchdog(config) as watchdog, lock_run(config.run_dir) as lock:
+        run = Run(config := prepare(config), watchdog, source, objective)
+        if lock is not None:
+            run.checkpointer.before_publish = lock.check
         begun = start(
             config,
             run.checkpointer,
@@ -310,7 +304,10 @@ def main(config: Config, source: Source | None = None, objective: Objective | No
         announce(run, begun)
         if begun.step < config.train.num_steps:
             run.open_data(begun.step, begun.metadata)
-            finish(run, train(run, begun.state, begun.step))
+            if interrupt.begin_training():
+                say(f"stopped before the first step; {resuming_words()}")
+            else:
+                finish(run, train(run, begun.state, begun.step, interrupt))
     multihost.shutdown()
     run.checkpointer.check()
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -13,9 +14,11 @@ import maxmeg
 from maxmeg import api, plan, train
 from maxmeg.config.model import DType
 from maxmeg.config.schema import Config
+from maxmeg.data.corpus.indexed import IndexedDataset
 from maxmeg.hf.formats.safetensors import SafetensorsFolder
 from maxmeg.inference.sampling import Sampling
 from maxmeg.models.lm import LM
+from maxmeg.runtime.faults.lock import lock_folder
 
 PROMPT = "a b a , b"
 SAME_SUM = 1e-5  # absolute, of activations that are added in another order
@@ -113,6 +116,24 @@ def test_activations_add_up_to_the_residual_stream(run):
     assert [*queries] == [f"layers.{i}.attention.query" for i in range(2)]
     with pytest.raises(ValueError, match=r"no activation is named 'layers.\*.moe': nearest"):
         run.activations(PROMPT, "layers.*.moe")
+
+
+def test_documents_are_written_once_and_only_under_the_lock(tmp_path):
+    config = tiny({"vocab_size": 0, "num_layers": 1}, {"num_steps": 2})
+    config.run_dir, documents = str(tmp_path), ["a text", np.arange(20)]
+    with lock_folder(tmp_path), pytest.raises(OSError, match="in use by another run"):
+        maxmeg.train(config, documents)
+    assert not (tmp_path / "data").exists()
+    (prefix,) = api.with_documents(documents, config).data.paths
+    assert IndexedDataset(prefix).num_tokens == 6 + 1 + 20 + 1
+    before = Path(f"{prefix}.bin").stat()
+    assert api.write_documents(config, documents) == prefix
+    assert Path(f"{prefix}.bin").stat() == before
+    assert api.write_documents(config, ["another"]) != prefix  # nothing was trained yet
+    (tmp_path / "checkpoints" / "step_00000001").mkdir(parents=True)
+    assert api.write_documents(config, documents) == prefix
+    with pytest.raises(ValueError, match="was trained on other documents than data"):
+        api.write_documents(config, ["others"])
 
 
 @pytest.mark.slow

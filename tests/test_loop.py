@@ -19,6 +19,7 @@ from maxmeg.optim.schedules import Schedules
 from maxmeg.parallel import multihost
 from maxmeg.parallel.mesh import MESH_AXES
 from maxmeg.parallel.placement import LocalRows
+from maxmeg.runtime.faults.signals import Interrupt
 from maxmeg.runtime.faults.watchdog import Watchdog
 from maxmeg.runtime.metrics import memory
 
@@ -96,7 +97,7 @@ def run_of(tmp_path, events: list, metrics=lambda step: {}, **settings) -> types
 def test_the_next_batch_is_on_its_way_while_a_step_runs(tmp_path):
     """It is placed when the step has been dispatched, before anything waits for that step."""
     events: list = []
-    assert train.train(run_of(tmp_path, events), 0, 0) == STEPS
+    assert trained(run_of(tmp_path, events)) == STEPS
     at = {event: number for number, event in enumerate(events)}
     for step in range(STEPS - 1):
         assert at["step", step] < at["place", step + 1] < at["wait for", step]
@@ -104,6 +105,12 @@ def test_the_next_batch_is_on_its_way_while_a_step_runs(tmp_path):
     assert events[-1] == ("save", STEPS) and events[-2] == ("wait for", STEPS - 1)
     lines = curve(tmp_path)
     assert [line["data_wait_seconds"] for line in lines] == [step / 8 for step in range(STEPS)]
+
+
+def trained(run):
+    with Interrupt(run.config.train.exit_after_minutes) as interrupt:
+        interrupt.begin_training()
+        return train.train(run, 0, 0, interrupt)
 
 
 def kill_at(step: int):
@@ -128,7 +135,7 @@ def acts(events: list) -> list:
 )
 def test_a_stop_saves_and_never_validates(tmp_path, metrics, settings, expected):
     events: list = []
-    train.train(run_of(tmp_path, events, metrics, **settings), 0, 0)
+    trained(run_of(tmp_path, events, metrics, **settings))
     assert acts(events) == expected
 
 
@@ -137,7 +144,7 @@ def test_a_stop_during_validation_saves_at_once(tmp_path):
     run = run_of(tmp_path, events, eval_every=2)
     validate = run.validate
     run.validate = lambda *given: signal.raise_signal(signal.SIGTERM) or validate(*given)
-    train.train(run, 0, 0)
+    trained(run)
     assert acts(events) == [("validate", 1), ("save", 2)]
 
 
@@ -162,7 +169,7 @@ def test_saves_wait_for_a_step_that_was_not_skipped(tmp_path):
     events: list = []
     skipped = {1: 1.0, 2: 1.0}
     metrics = lambda step: {"skipped": skipped.get(step, 0.0)}  # noqa: E731
-    train.train(run_of(tmp_path, events, metrics, save_every=2), 0, 0)
+    trained(run_of(tmp_path, events, metrics, save_every=2))
     assert acts(events) == [("save", 4), ("save", 5)]
 
 
@@ -181,10 +188,10 @@ def test_the_run_folder_is_complete_once_a_step_is_made(tmp_path, monkeypatch):
 
     run.program.train_step = fails
     with pytest.raises(RuntimeError):
-        train.train(run, 0, 0)
+        trained(run)
     assert not (folder / "config.yaml").exists()
     run.program.train_step = train_step
-    train.train(run, 0, 0)
+    trained(run)
     assert (folder / "config.yaml").exists() and (folder / "tokenizer/tokenizer.json").exists()
     lines = curve(folder)
     assert [line["peak_memory_gib"] for line in lines] == [3.0] * STEPS
@@ -196,7 +203,7 @@ def test_a_row_is_a_finished_step_with_the_seconds_of_validation_and_saving(tmp_
     run = run_of(tmp_path, events, eval_every=2, save_every=2)
     saved, rows = [], tmp_path / "metrics.jsonl"
     run.save = lambda state, stopping=False: saved.append((state, rows.read_text().count("\n")))
-    train.train(run, 0, 0)
+    trained(run)
     lines = curve(tmp_path)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     assert saved == [(2, 2), (4, 4), (5, 5)]

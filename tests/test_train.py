@@ -35,6 +35,7 @@ from maxmeg.objectives.objective import Objective
 from maxmeg.optim.schedules import learning_rate_at
 from maxmeg.runtime.faults.lock import lock_folder
 from maxmeg.runtime.faults.rerun import with_rerun
+from maxmeg.runtime.faults.signals import Interrupt
 from maxmeg.state import to_arrays
 from maxmeg.step import make_train_step
 from maxmeg.train import Options, Run, command, finish, main, train
@@ -175,7 +176,7 @@ def finished(corpus, tmp_path_factory) -> SimpleNamespace:
         compute_copy = run.program.compute_copy
         run.program.compute_copy = lambda model: copied.append(compute_copy(model)) or copied[-1]
         jax.monitoring.register_event_duration_secs_listener(listen)
-        state = train(run, state, 0)
+        state = train(run, state, 0, Interrupt())
         jax.monitoring.unregister_event_duration_listener(listen)
         finish(run, state)
     arrays = {name: np.asarray(array) for name, array in to_arrays(state).items()}
@@ -272,7 +273,8 @@ def test_a_bad_step_changes_nothing(corpus, tmp_path, transient, monkeypatch, ca
         return compiled(state, batch, controls)
 
     run.program.train_step = with_rerun(damaged) if transient else damaged
-    state = train(run, create_state(config, run.program.optimizer, run.program.abstract), 0)
+    state = create_state(config, run.program.optimizer, run.program.abstract)
+    state = train(run, state, 0, Interrupt())
     assert compiled._cache_size() == 1
     told = "step 4 ran twice .* a transient fault" if transient else "step 4 was skipped: loss=nan"
     assert re.search(told, caplog.text)
@@ -321,6 +323,26 @@ def test_a_run_folder_in_use_is_refused(corpus, tmp_path):
     with lock_folder(tmp_path), pytest.raises(OSError, match="is in use by another run"):
         main(small(corpus, tmp_path))
     assert not list(tmp_path.iterdir())
+
+
+class Interrupted(Datasets):
+    """Data that the signal of a preemption arrives at."""
+
+    def open(self, *arguments):
+        signal.raise_signal(signal.SIGTERM)
+        return super().open(*arguments)
+
+
+def test_a_stop_during_the_start_ends_before_the_first_step(tmp_path, capfd):
+    config = small("", tmp_path, data=2, fsdp=4)
+    config.model = with_fields(config.model, MLP_ONLY)
+    handler = signal.getsignal(signal.SIGTERM)
+    main(config, Interrupted(load_tokenizer("bytes"), Counting(), {"": Counting()}))
+    shown = capfd.readouterr()
+    assert "SIGTERM: stopping before the first step; send it again" in shown.err
+    assert "stopped before the first step; the same command" in shown.out
+    assert not (tmp_path / "checkpoints").exists() and not (tmp_path / "lock").exists()
+    assert signal.getsignal(signal.SIGTERM) is handler
 
 
 class Counting:
@@ -372,7 +394,7 @@ def test_growing_batches_compile_once_a_size(corpus, tmp_path):
     run = Run(config)
     run.open_data(0, {})
     state = create_state(config, run.program.optimizer, run.program.abstract)
-    train(run, state, 0)
+    train(run, state, 0, Interrupt())
     sizes = [run.schedules.batch_size(step) for step in range(STEPS)]
     assert sizes[0] == 8 and sizes[-1] == 24
     assert run.program.train_step.jitted._cache_size() == len(set(sizes))

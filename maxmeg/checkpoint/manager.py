@@ -75,6 +75,7 @@ class Checkpointer:
         self._asynchronous = asynchronous
         self._verify = verify
         self.processes = Processes(f"checkpoint/{folder}", timeout_seconds)
+        self.before_publish: Callable[[], None] = lambda: None  # an error of it fails the save
         self._thread: threading.Thread | None = None
         self._corrupt: set[int] = set()
 
@@ -317,6 +318,7 @@ class Checkpointer:
         def publish() -> None:
             if not processes.primary:
                 return
+            self.before_publish()
             integrity.write_manifest(temporary, manifest)
             _flush(temporary)
             folder = self.folder_of(manifest.step)

@@ -107,6 +107,12 @@ def setting_problems(config: Config, training: bool = True) -> Iterator[str]:
     """
     if not config.run_dir:
         yield "run_dir is empty: name the folder of the run, --run_dir=runs/NAME"
+    for name, path in (
+        ("run_dir", config.run_dir),
+        ("checkpoint.init_from", config.checkpoint.init_from),
+    ):
+        if "://" in path:
+            yield f"{name}={path} must be a folder: mount the object store, and name its path here"
     yield from stack_problems(config)
     yield from declared_problems(config)
     yield from model_problems(config.model)

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import logging
 import struct
 import time
 import typing
@@ -13,14 +14,18 @@ from maxmeg.inference.requests import Request
 from maxmeg.inference.sampling import Sampling
 from maxmeg.server.worker import Ticket
 
+logger = logging.getLogger(__name__)
 EARLY = ("cancelled", "error")  # why replies ended whose log-probabilities are not compared
 
 
 class Journal:
-    """An observer that writes what a replay needs. shape: settings on which the bytes depend."""
+    """An observer that writes what a replay needs. shape: settings on which the bytes depend.
+
+    A file that cannot be written, on a full disk for example, ends the log, not the server.
+    """
 
     def __init__(self, file: typing.TextIO, shape: dict[str, typing.Any]) -> None:
-        self.file = file
+        self.file, self.is_open = file, True
         self._write({"engine": shape})
 
     def token(self, count: int, seconds: float, is_first: bool) -> None:
@@ -37,8 +42,14 @@ class Journal:
         self._write(line)
 
     def _write(self, line: dict) -> None:
-        self.file.write(json.dumps(line, separators=(",", ":")) + "\n")
-        self.file.flush()
+        if not self.is_open:
+            return
+        try:
+            self.file.write(json.dumps(line, separators=(",", ":")) + "\n")
+            self.file.flush()
+        except OSError as error:
+            self.is_open = False
+            logger.warning("the log ends here, the server goes on: %s", error)
 
 
 def record(reply: Reply) -> dict[str, typing.Any]:

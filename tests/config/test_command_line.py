@@ -40,6 +40,7 @@ MISTAKES = [
     ("preprocess --input=x --output=x --worker=3", "flag --worker: did you mean --workers"),
     ("launch slurm", "no launch script is named slurm: there are slurm.sbatch"),
     (TRAIN + "--run_dir=", "run_dir is empty: name the folder of the run"),
+    (TRAIN + "--run_dir=gs://b/run", "run_dir=gs://b/run must be a folder: mount the object store"),
     ("generate runs/none --prompt=a", "holds no checkpoint: give the run_dir of a training run"),
     ("generate", "give either --prompt=TEXT, once or more, or --prompts=FILE.jsonl"),
     ("evaluate runs/none --split=tets", "split='tets' must be one of train, validation, test"),

@@ -1,11 +1,15 @@
 """One run at a time writes to a run folder."""
 
+import contextlib
 import fcntl
 import json
 import os
+import queue
+import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -13,6 +17,7 @@ import pytest
 from maxmeg.runtime.faults import lock
 from maxmeg.runtime.faults.lock import lock_folder
 
+HOSTS = 8
 HOLD = """
 import fcntl, json, os, socket, sys, time
 with open(sys.argv[1] + "/lock", "w") as file:
@@ -82,11 +87,13 @@ def test_a_holder_on_another_host_is_known_by_its_heartbeat(tmp_path, monkeypatc
         assert clock[-1] == 4
         return
     with lock_folder(tmp_path):
-        assert clock[-1] == lock.STALE_SECONDS and "waiting 60 s" in caplog.text
+        waited = lock.STALE_SECONDS + lock.SETTLE_SECONDS
+        assert clock[-1] == waited and "waiting 60 s" in caplog.text
 
 
 def test_an_old_lock_or_a_damaged_one_is_taken_over_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(lock.time, "sleep", None)  # nobody waits
+    waits = []  # none for a heartbeat
+    monkeypatch.setattr(lock.time, "sleep", waits.append)
     write_lock(tmp_path, "elsewhere", 7, age=3600)
     with lock_folder(tmp_path):
         pass
@@ -94,6 +101,7 @@ def test_an_old_lock_or_a_damaged_one_is_taken_over_at_once(tmp_path, monkeypatc
         (tmp_path / "lock").write_text(text)
         with lock_folder(tmp_path):
             pass
+    assert waits == 5 * [lock.SETTLE_SECONDS]
 
 
 def test_a_running_holder_writes_heartbeats(tmp_path, monkeypatch):
@@ -102,3 +110,57 @@ def test_a_running_holder_writes_heartbeats(tmp_path, monkeypatch):
         first = (tmp_path / "lock").stat().st_mtime_ns
         while (tmp_path / "lock").stat().st_mtime_ns == first:
             pass
+
+
+@pytest.mark.parametrize("links", [True, False])
+@pytest.mark.parametrize("stale", [False, True])
+def test_one_of_many_hosts_takes_a_lock(tmp_path, monkeypatch, links, stale):
+    """Threads stand for hosts of a network file system that keeps flock within each host."""
+    here = threading.local()
+    monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+    monkeypatch.setattr(socket, "gethostname", lambda: here.host)
+    monkeypatch.setattr(lock, "SETTLE_SECONDS", 0.5)
+    monkeypatch.setattr(lock, "HEARTBEAT_SECONDS", 0.05)
+    if not links:
+        monkeypatch.setattr(os, "link", no_links)
+    if stale:
+        write_lock(tmp_path, "elsewhere", 7, age=3600)
+    started, ended, held = threading.Barrier(HOSTS), threading.Barrier(HOSTS), []
+
+    def run(number: int) -> None:
+        here.host = f"host{number}"
+        started.wait()
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(lock_folder(tmp_path))
+                held.append(number)
+            except OSError as error:
+                assert "is in use by another run" in str(error)
+            ended.wait()
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(HOSTS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(held) == 1 and not list(tmp_path.iterdir())
+
+
+def no_links(*_) -> None:
+    raise OSError(95, "Operation not supported")
+
+
+def test_a_lock_that_was_taken_over_stays(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "HEARTBEAT_SECONDS", 0.01)
+    lost = queue.Queue()
+    with lock_folder(tmp_path, lost.put) as held:
+        held.check()
+        write_lock(tmp_path, "elsewhere", 7)
+        line = lost.get(timeout=60)
+        assert "no longer this run's: process 7 on host elsewhere" in line
+        with pytest.raises(OSError, match=re.escape(line)):
+            held.check()
+    assert json.loads((tmp_path / "lock").read_text())["process"] == 7
+    with lock_folder(tmp_path / "other", lost.put):
+        (tmp_path / "other" / "lock").unlink()
+        assert "somebody took it over" in lost.get(timeout=60)

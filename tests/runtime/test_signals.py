@@ -42,7 +42,7 @@ def test_the_first_signal_lets_the_run_finish(number):
     process.send_signal(number)
     out, err = process.communicate(timeout=PATIENCE)
     assert (process.returncode, out) == (0, "saving\nsaved\n")
-    assert f"{number.name}: finishing the step, then saving" in err
+    assert f"{number.name}: stopping before the first step; send it again" in err
 
 
 @pytest.mark.parametrize(

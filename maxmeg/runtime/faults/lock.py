@@ -6,114 +6,190 @@ import fcntl
 import json
 import logging
 import os
+import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator
+import typing
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from maxmeg.checkpoint.processes import Processes
+from maxmeg.config.errors import EXIT_CODES
+from maxmeg.parallel import multihost
+from maxmeg.runtime.faults.peers import Failure, leave, publish
 
 LOCK = "lock"  # in the run folder while a run writes to it
 HEARTBEAT_SECONDS = 10
 STALE_SECONDS = 60  # after this time without a heartbeat, a holder on another host has ended
+SETTLE_SECONDS = 2  # within which two runs that take over one lock see which of them has it
 _log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
 class Holder:
-    """The process that holds a lock, and when it took it (Unix time, seconds)."""
+    """The process that holds a lock, and when it took it (Unix time, seconds). token: unique."""
 
     host: str
     process: int
     since: float
+    token: str = ""
 
     def __str__(self) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
         return f"process {self.process} on host {self.host} (since {since})"
 
 
+class Lock:
+    """A lock that this process has taken. lost(line): called once if another run has taken it over,
+    from the thread that writes heartbeats."""
+
+    def __init__(self, path: Path, descriptor: int, holder: Holder, lost: Callable[[str], None]):
+        self._path, self._descriptor, self._holder, self._lost = path, descriptor, holder, lost
+        self._ended = threading.Event()
+        self._heart = threading.Thread(target=self._beat, name="lock", daemon=True)
+        self._heart.start()
+
+    def check(self) -> None:
+        """OSError if another run has taken the lock over: this one was stopped for too long."""
+        try:
+            text = self._path.read_text()
+        except FileNotFoundError:
+            text = ""
+        except OSError:  # the file system may be unavailable for a moment
+            return
+        holder = _parsed(text)
+        if holder is None or holder.token != self._holder.token:
+            raise OSError(
+                f"{self._path} is no longer this run's: {holder or 'somebody'} took it over while "
+                "this process was stopped; nothing more is written"
+            )
+
+    def release(self) -> None:
+        self._ended.set()
+        self._heart.join()
+        with contextlib.suppress(OSError):
+            self.check()
+            self._path.unlink()
+        os.close(self._descriptor)
+
+    def _beat(self) -> None:
+        while not self._ended.wait(HEARTBEAT_SECONDS):
+            try:
+                self.check()
+            except OSError as error:
+                return self._lost(str(error))
+            with contextlib.suppress(OSError):
+                os.utime(self._path)
+
+
 @contextlib.contextmanager
-def lock_run(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """`lock_folder` for all processes of one run: process 0 holds the lock."""
+def lock_run(folder: str | os.PathLike[str]) -> Iterator[Lock | None]:
+    """`lock_folder` for all processes of one run: process 0 holds the lock, the others get None.
+
+    The run ends if another one takes the lock over.
+    """
     processes = Processes("lock")
     with contextlib.ExitStack() as stack:
 
-        def take() -> None:
-            if processes.primary:
-                stack.enter_context(lock_folder(folder))
+        def take() -> Lock | None:
+            return stack.enter_context(lock_folder(folder, end)) if processes.primary else None
 
-        processes.together("take", take, OSError)
-        yield
+        yield processes.together("take", take, OSError)
+
+
+def end(line: str) -> None:
+    """End all processes of this run at once, without a last save."""
+    code = EXIT_CODES[OSError]
+    if multihost.store() is not None:
+        publish(Failure(multihost.rank(), line, code))
+    leave(f"error: {line}", code)
 
 
 @contextlib.contextmanager
-def lock_folder(folder: str | os.PathLike[str]) -> Iterator[None]:
+def lock_folder(
+    folder: str | os.PathLike[str], lost: Callable[[str], None] = _log.error
+) -> Iterator[Lock]:
     """Hold the lock of a run folder; OSError that names the holder if another process has it.
 
-    The kernel releases its lock (flock) when the process ends. Some network file systems keep flock
+    The file of the lock appears by a hard link, which is atomic on network file systems too. The
+    kernel releases its lock (flock) when the process ends. Some network file systems keep flock
     within one host, or lack it. The holder therefore also updates the file's modification time
     every HEARTBEAT_SECONDS, and a lock of another host is taken over only once that has stopped.
     """
     path = Path(folder, LOCK)
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = _take(path)
-    ended = threading.Event()
-
-    def beat() -> None:
-        while not ended.wait(HEARTBEAT_SECONDS):
-            with contextlib.suppress(OSError):  # the file system may be unavailable for a moment
-                os.utime(path)
-
-    heart = threading.Thread(target=beat, name="lock", daemon=True)
-    heart.start()
+    holder = Holder(socket.gethostname(), os.getpid(), time.time(), secrets.token_hex(8))
+    lock = Lock(path, _take(path, holder), holder, lost)
     try:
-        yield
+        yield lock
     finally:
-        ended.set()
-        heart.join()
-        with contextlib.suppress(OSError):
-            path.unlink()
-        os.close(descriptor)
+        lock.release()
 
 
-def _take(path: Path) -> int:
+def _take(path: Path, holder: Holder) -> int:
     """Take the lock. Returns the descriptor of its file, which must stay open."""
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            _refuse_if_held(path, descriptor)
-            holder = Holder(socket.gethostname(), os.getpid(), time.time())
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps(dataclasses.asdict(holder)).encode(), 0)
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(descriptor), path.stat()):
-                    return descriptor
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)  # the previous holder has just removed this file: lock the new one
-
-
-def _refuse_if_held(path: Path, descriptor: int) -> None:
-    """OSError if the process that wrote the lock still holds it."""
-    has_flock = True
-    holder = _read_holder(path)
+    claim = path.with_name(f".{LOCK}.{holder.token}")
+    descriptor = os.open(claim, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.write(descriptor, json.dumps(dataclasses.asdict(holder)).encode())
+        os.fsync(descriptor)
+        with contextlib.suppress(OSError):  # some file systems have no locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        while not _link(claim, path):
+            with contextlib.suppress(FileNotFoundError), path.open("r+") as file:
+                stale = file.read()
+                alone = _refuse_if_held(path, file, _parsed(stale))
+                if _read(path) != stale:  # another run has taken it over meanwhile
+                    continue
+                claim.replace(path)
+                if not alone:  # of several that replace it at once, the last one has it
+                    time.sleep(SETTLE_SECONDS)
+                if (now := _parsed(_read(path))) != holder:
+                    raise OSError(_in_use(path, now))
+                break
+    except BaseException:
+        os.close(descriptor)
+        raise
+    finally:
+        claim.unlink(missing_ok=True)
+    return descriptor
+
+
+def _link(claim: Path, path: Path) -> bool:
+    """Give the file of a claim a second name; False if that exists."""
+    try:
+        os.link(claim, path)
+        return True
+    except FileExistsError:
+        return False
+    except OSError:  # without hard links: make an empty file, which is taken over like a stale one
+        with contextlib.suppress(FileExistsError):
+            path.open("x").close()
+        return False
+
+
+def _refuse_if_held(path: Path, file: typing.TextIO, holder: Holder | None) -> bool:
+    """OSError if the process that wrote the lock still holds it. Returns whether no other process
+    can take it over while `file` is open."""
+    has_flock = True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise OSError(_in_use(path, holder)) from None
     except OSError:
         has_flock = False
     if holder is None:
-        return
-    if holder.host == socket.gethostname():
+        return False
+    is_here = holder.host == socket.gethostname()
+    if is_here:
         alive = not has_flock and Path(f"/proc/{holder.process}").exists()
     else:
         alive = _has_heartbeat(path, holder)
     if alive:
         raise OSError(_in_use(path, holder))
     _log.warning("taking over %s: its holder, %s, has ended without removing it", path, holder)
+    return is_here and has_flock
 
 
 def _has_heartbeat(path: Path, holder: Holder) -> bool:
@@ -136,11 +212,19 @@ def _renewed(path: Path) -> float:
         return os.fstat(file.fileno()).st_mtime
 
 
-def _read_holder(path: Path) -> Holder | None:
-    """The holder that the file names; None without one."""
+def _read(path: Path) -> str:
+    """The text of the lock's file; empty without one."""
     try:
-        return Holder(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
+        return path.read_text()
+    except FileNotFoundError:
+        return ""
+
+
+def _parsed(text: str) -> Holder | None:
+    """The holder that a file names; None without one."""
+    try:
+        return Holder(**json.loads(text))
+    except (ValueError, TypeError):
         return None
 
 

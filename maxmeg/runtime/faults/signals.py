@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: the first one finishes the step and saves, the second exits at once."""
+"""SIGINT and SIGTERM: the first one ends the run in order, the second exits at once."""
 
 import math
 import os
@@ -6,7 +6,10 @@ import signal
 import sys
 import time
 
-_NOTE = "{name}: finishing the step, then saving; send it again to exit at once\n"
+from maxmeg.checkpoint.processes import Processes
+
+_STARTING, _TRAINING = "stopping before the first step", "finishing the step, then saving"
+_NOTE = "{name}: {what}; send it again to exit at once\n"
 
 
 class Interrupt:
@@ -18,9 +21,16 @@ class Interrupt:
     """
 
     def __init__(self, minutes: float = 0.0):
-        self._signalled = False
+        self._signalled, self._trains = False, False
         self._end = time.monotonic() + 60 * minutes if minutes else math.inf
         self._previous = {}
+
+    def begin_training(self) -> bool:
+        """Whether any process has been asked to stop so far. All processes call it."""
+        self._trains = True
+        processes = Processes("stop")
+        requested = processes.gather("requested", lambda: self.requested, RuntimeError)
+        return processes.broadcast("any", lambda: any(requested), RuntimeError)
 
     @property
     def requested(self) -> bool:
@@ -43,4 +53,6 @@ class Interrupt:
         self._signalled = True
         # Python's buffered streams are not reentrant; write(2) is. It replaces a progress bar.
         begin = "\r\x1b[2K" if sys.stderr.isatty() else ""
-        os.write(2, (begin + _NOTE.format(name=signal.Signals(number).name)).encode())
+        what = _TRAINING if self._trains else _STARTING
+        note = _NOTE.format(name=signal.Signals(number).name, what=what)
+        os.write(2, (begin + note).encode())

@@ -45,13 +45,17 @@ class LossPlot:
 
 
 def write_plots(run_dir: str) -> dict[str, str]:
-    """Plot what the run folder holds. Returns the paths of the PNG files by title."""
-    plot_loss(os.path.join(run_dir, METRICS_FILE), _curve(run_dir), _title(run_dir))
+    """Plot what the run folder holds. Returns the paths of the PNG files by title, or why one could
+    not be written."""
     plots = {"loss curve": _curve(run_dir)}
     loads = os.path.join(run_dir, "experts.json")
-    if os.path.exists(loads):
-        plots["expert load"] = os.path.join(run_dir, "experts.png")
-        plot_expert_load(loads, plots["expert load"], _title(run_dir))
+    try:
+        plot_loss(os.path.join(run_dir, METRICS_FILE), _curve(run_dir), _title(run_dir))
+        if os.path.exists(loads):
+            plots["expert load"] = os.path.join(run_dir, "experts.png")
+            plot_expert_load(loads, plots["expert load"], _title(run_dir))
+    except OSError as error:
+        plots[[*plots][-1]] = f"not drawn: {error}"
     return plots
 
 

@@ -2,10 +2,13 @@
 
 import math
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
 
+from maxmeg.config import files
 from maxmeg.config.schema import Config, Optimizer
+from maxmeg.data import run_folder
 from maxmeg.ops.recipes import recipe_of
 from maxmeg.parallel.rules import is_trained
 from maxmeg.planning.cost.parameters import num_parameters
@@ -13,6 +16,7 @@ from maxmeg.planning.cost.workload import parameters
 from maxmeg.planning.remedies import planned_kernels, planned_memory
 from maxmeg.runtime.metrics.memory import memory_limit
 from maxmeg.runtime.metrics.progress import memory_size, quantity
+from maxmeg.runtime.screen import say
 
 _BATCH_AXES = ("data", "fsdp", "expert")
 
@@ -116,3 +120,18 @@ def _bytes(tree) -> int:
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
     )
+
+
+def print_resumed(
+    config: Config, step: int, metadata: Mapping[str, Any], verb: str = "resumed"
+) -> None:
+    """Print the step that a run goes on from, and what changed since. metadata: {} of a new run."""
+    if metadata:
+        say(f"{verb} at step {step}, sample {metadata['consumed_samples']:,}")
+        if changed := files.differences(metadata["config"], run_folder.stored(config)):
+            say(f"changed since step {step}: {', '.join(changed)}")
+    if step >= config.train.num_steps:
+        say(
+            f"already finished at step {step}: raise train.num_steps={config.train.num_steps} to "
+            "train further, or choose another run_dir"
+        )
