@@ -304,9 +304,7 @@ def main(
         announce(run, begun)
         if begun.step < config.train.num_steps:
             run.open_data(begun.step, begun.metadata)
-            if interrupt.begin_training():
-                say(f"stopped before the first step; {resuming_words()}")
-            else:
+            if interrupt.lets_train():
                 finish(run, train(run, begun.state, begun.step, interrupt))
     multihost.shutdown()
     run.checkpointer.check()

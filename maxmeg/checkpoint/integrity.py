@@ -213,8 +213,8 @@ def verify_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None
         size, crc = manifest.files[name]
         try:
             now = _checksum(folder / name)
-        except OSError as error:
-            found = f"cannot be read ({error.strerror})"
+        except FileNotFoundError:
+            found = "is missing"
         else:
             if now == (size, crc or now[1]):
                 return ""
@@ -226,6 +226,21 @@ def verify_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None
     with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         problems = [text for text in pool.map(problem, names) if text]
     if problems:
+        raise CorruptCheckpointError(some(problems, "; "))
+
+
+def verify_sizes(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """CorruptCheckpointError for files of another size than when they were written."""
+
+    def problem(name: str) -> str:
+        try:
+            size = (folder / name).stat().st_size
+        except FileNotFoundError:
+            return f"file {folder / name} is missing"
+        wanted, _ = manifest.files[name]
+        return "" if size == wanted else f"file {folder / name} has {size} bytes, not {wanted}"
+
+    if problems := [text for text in map(problem, names) if text]:
         raise CorruptCheckpointError(some(problems, "; "))
 
 
@@ -262,12 +277,16 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read and verify a manifest; CorruptCheckpointError if it is damaged."""
+    """Read and verify a manifest; CorruptCheckpointError if it is damaged or missing.
+
+    FileNotFoundError if the whole checkpoint is gone, and OSError if it cannot be read."""
     path = folder / MANIFEST
     try:
         raw = path.read_bytes()
-    except OSError as error:
-        raise CorruptCheckpointError(f"file {path} cannot be read ({error.strerror})") from error
+    except FileNotFoundError as error:
+        if not folder.exists():
+            raise
+        raise CorruptCheckpointError(f"file {path} is missing") from error
     try:
         body = json.loads(raw)["body"]
         intact = _render(body) == raw

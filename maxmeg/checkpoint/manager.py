@@ -24,11 +24,13 @@ from maxmeg.checkpoint.integrity import CorruptCheckpointError, Manifest, Tensor
 from maxmeg.checkpoint.processes import TIMEOUT_SECONDS, Processes, describe
 from maxmeg.checkpoint.restore import check_tree, read_tree
 from maxmeg.checkpoint.storage import Order
+from maxmeg.config.errors import TRANSIENT
 from maxmeg.config.schema import Verify
 
 ARRAYS = "arrays"
 _OLD = ".old"
 _STEP = re.compile(r"step_(\d{8,})")
+RETRY_SECONDS = (1, 4, 16)
 _VISIBLE_SECONDS = 90  # a network file system may show a new file to other hosts a minute later
 _log = logging.getLogger(__name__)
 
@@ -38,6 +40,10 @@ Tree = Mapping[str, Any]
 
 class SaveError(OSError):
     """A checkpoint that could not be saved."""
+
+
+class NoCheckpointError(ValueError):
+    """There is no checkpoint of a step."""
 
 
 class Checkpointer:
@@ -194,14 +200,22 @@ class Checkpointer:
         """Return use(step, manifest) for the newest intact checkpoint; None if there is none.
 
         If reading the manifest or `use` raises CorruptCheckpointError, logs the error and tries the
-        next older checkpoint; raises it if all checkpoints are damaged.
+        next older checkpoint; raises it if all checkpoints are damaged. Begins again if a run that
+        trains meanwhile has replaced a checkpoint by a newer one.
         """
         self.wait()
         problems = []
-        for step in reversed(self.processes.broadcast("steps", self.steps, ValueError)):
+        steps = self.processes.broadcast("steps", self.steps)
+        while steps:
+            step = steps.pop()
             try:
                 found = use(step, self.manifest(step))
-            except CorruptCheckpointError as error:
+            except (CorruptCheckpointError, FileNotFoundError, NoCheckpointError) as error:
+                if self.processes.broadcast("gone", lambda s=step: not self._existing(s).exists()):
+                    steps = self.processes.broadcast("steps", self.steps)
+                    continue
+                if not isinstance(error, CorruptCheckpointError):
+                    raise
                 problems.append(f"step {step}: {error}")
                 self._corrupt.add(step)
                 self._alarm(
@@ -242,13 +256,14 @@ class Checkpointer:
         resizable, orders = resizable or {}, orders or {}
         check_tree(manifest, wanted, resizable, orders, partial)
         names = [n for n in manifest.files if integrity.tensor_of(n, manifest.tensors) in wanted]
+        share = names[self.processes.index :: self.processes.count]
         described = [name for name in names if name.endswith("/zarr.json")]
         described += [name for name in manifest.files if name == f"{ARRAYS}/{storage.TREE}"]
         try:
+            self._together("sizes", lambda: integrity.verify_sizes(folder, manifest, share))
             self._together("describe", lambda: integrity.verify_files(folder, manifest, described))
             leaves = read_tree(folder / ARRAYS, manifest, wanted, resizable, orders, self._together)
         except CorruptCheckpointError:  # checksums name the damaged file
-            share = names[self.processes.index :: self.processes.count]
             self._together("verify", lambda: integrity.verify_files(folder, manifest, share))
             raise
         return _like(abstract_tree, leaves), manifest.metadata
@@ -273,11 +288,11 @@ class Checkpointer:
             folder = self._existing(step)
             if not folder.exists():
                 return "", "", self.steps()
-            return folder.name, integrity.read_manifest(folder).digest, []
+            return folder.name, retried(lambda: integrity.read_manifest(folder)).digest, []
 
-        name, digest, steps = self.processes.broadcast("newest", decide, CorruptCheckpointError)
+        name, digest, steps = self.processes.broadcast("newest", decide)
         if not name:
-            raise ValueError(f"no checkpoint of step {step} in {self.folder}: has {steps}")
+            raise NoCheckpointError(f"no checkpoint of step {step} in {self.folder}: has {steps}")
         folder = self.folder / name
 
         def read() -> Manifest:
@@ -297,7 +312,7 @@ class Checkpointer:
             _log.error(message, *arguments)
 
     def _together(self, tag: str, function: Callable[[], Any]) -> Any:
-        return self.processes.together(tag, function, CorruptCheckpointError)
+        return self.processes.together(tag, lambda: retried(function))
 
     def begin(self, temporary: Path) -> None:
         """Remove the leftovers of interrupted saves, and create the new folder."""
@@ -367,6 +382,19 @@ class Checkpointer:
         if temporary is not None and self.processes.primary:
             shutil.rmtree(temporary, ignore_errors=True)
         return False
+
+
+def retried(function: Callable[[], T]) -> T:
+    """Call a function again after errors of a file system that may pass."""
+    for seconds in RETRY_SECONDS:
+        try:
+            return function()
+        except OSError as error:
+            if error.errno not in TRANSIENT:
+                raise
+            _log.warning("%s: trying again in %d s", error, seconds)
+            time.sleep(seconds)
+    return function()
 
 
 def _flush(folder: Path) -> None:

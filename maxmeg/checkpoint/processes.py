@@ -7,15 +7,26 @@ wait at a barrier.
 
 import json
 from collections import Counter
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 
-from maxmeg.checkpoint.integrity import some
+from maxmeg.checkpoint.integrity import CorruptCheckpointError, some
 from maxmeg.parallel import multihost
 
 T = TypeVar("T")
+
+# The types that an exception keeps on all processes; others become a RuntimeError. If processes
+# raise different ones, the first of these counts: damage is what no other error explains.
+KINDS: dict[str, type[Exception]] = {
+    "MemoryError": MemoryError,
+    "JaxRuntimeError": jax.errors.JaxRuntimeError,
+    "TimeoutError": TimeoutError,
+    "OSError": OSError,
+    "CorruptCheckpointError": CorruptCheckpointError,
+    "ValueError": ValueError,
+}
 
 TIMEOUT_SECONDS = 1800
 # Rounds so far of each (channel, process), shared by all objects of a channel.
@@ -40,18 +51,27 @@ class Processes:
     def primary(self) -> bool:
         return self.index == 0
 
-    def together(self, tag: str, function: Callable[[], T], failure: type[Exception]) -> T:
-        """Call the function; raise `failure` on all processes if it raised on any of them."""
+    def together(
+        self, tag: str, function: Callable[[], T], failure: type[Exception] | None = None
+    ) -> T:
+        """Call the function; if it raised on any process, raise the same exception on all.
+
+        failure: of this type, whatever the function raised; None: of the type that it raised.
+        """
         value, _ = self._call(tag, function, failure, share=False)
         return value
 
-    def gather(self, tag: str, function: Callable[[], T], failure: type[Exception]) -> list[T]:
+    def gather(
+        self, tag: str, function: Callable[[], T], failure: type[Exception] | None = None
+    ) -> list[T]:
         """As `together`; return all processes' JSON values on process 0, elsewhere its value."""
         _, values = self._call(tag, function, failure, share=True)
         return values
 
-    def broadcast(self, tag: str, function: Callable[[], T], failure: type[Exception]) -> T:
-        """Return the JSON value of the function, which process 0 calls; `failure` if it raised."""
+    def broadcast(
+        self, tag: str, function: Callable[[], T], failure: type[Exception] | None = None
+    ) -> T:
+        """As `together`, but process 0 alone calls the function; return its JSON value."""
 
         def decide() -> Any:
             return function() if self.primary else None
@@ -60,48 +80,87 @@ class Processes:
         return values[0]
 
     def _call(
-        self, tag: str, function: Callable[[], T], failure: type[Exception], share: bool
+        self, tag: str, function: Callable[[], T], failure: type[Exception] | None, share: bool
     ) -> tuple[T, list[T]]:
         value: Any = None
-        cause, error = None, ""
+        cause, problem = None, None
         try:
             value = function()
-        except Exception as problem:
-            cause = problem
-            error = str(problem) if isinstance(problem, failure) else describe(problem)
+        except Exception as error:
+            cause = error
+            problem = Problem.of(error, failure)
         if self.count > 1:
-            error, values = self._exchange(tag, error, value if share else None)
+            problem, values = self._exchange(tag, problem, value if share else None)
         else:
             values = [value]
-        if error:
-            raise failure(error) from cause
+        if problem and failure:
+            raise failure(problem.text) from cause
+        if cause and self.count == 1:
+            raise cause
+        if problem:
+            raise problem.error() from cause
         return value, values
 
-    def _exchange(self, tag: str, error: str, payload: Any) -> tuple[str, list[Any]]:
+    def _exchange(
+        self, tag: str, problem: "Problem | None", payload: Any
+    ) -> tuple["Problem | None", list[Any]]:
         client = multihost.store()
         channel = f"{self._name}/{tag}"
         number = _rounds[channel, self.index]
         _rounds[channel, self.index] += 1
         here = f"{channel}/{number}"
         timeout = self.timeout_seconds * 1000
-        client.key_value_set(f"{here}/{self.index}", json.dumps([error, payload]))
+        client.key_value_set(f"{here}/{self.index}", json.dumps([problem, payload]))
         if not self.primary:
-            problems, first = json.loads(client.blocking_key_value_get(f"{here}/all", 2 * timeout))
-            return problems, [first]
-        answers = []
+            found, first = json.loads(client.blocking_key_value_get(f"{here}/all", 2 * timeout))
+            return found and Problem(*found), [first]
+        problems, payloads = {}, []
         for index in range(self.count):
             try:
-                answers.append(
-                    json.loads(client.blocking_key_value_get(f"{here}/{index}", timeout))
-                )
+                answer = json.loads(client.blocking_key_value_get(f"{here}/{index}", timeout))
             except jax.errors.JaxRuntimeError:
-                answers.append([f"no answer to {tag!r} in {self.timeout_seconds} s", None])
-        errors = [f"process {index}: {text}" for index, (text, _) in enumerate(answers) if text]
-        problems = some(errors, "; ", 4)
-        client.key_value_set(f"{here}/all", json.dumps([problems, payload]))
+                silent = f"no answer to {tag!r} in {self.timeout_seconds} s"
+                answer = [Problem("TimeoutError", silent), None]
+            if answer[0]:
+                problems[index] = Problem(*answer[0])
+            payloads.append(answer[1])
+        found = worst(problems)
+        client.key_value_set(f"{here}/all", json.dumps([found, payload]))
         if number:  # all processes have read the previous round
             client.key_value_delete(f"{channel}/{number - 1}")
-        return problems, [payload for _, payload in answers]
+        return found, payloads
+
+
+class Problem(NamedTuple):
+    """An exception as other processes get it. number: of an OSError, else 0."""
+
+    kind: str
+    text: str
+    number: int = 0
+
+    @classmethod
+    def of(cls, error: Exception, failure: type[Exception] | None) -> "Problem":
+        kind = next((name for name, each in KINDS.items() if isinstance(error, each)), "")
+        text = str(error) if isinstance(error, failure or (*KINDS.values(),)) else describe(error)
+        if failure is None and isinstance(error, OSError) and error.strerror:
+            text = ": ".join([error.strerror, *([str(error.filename)] if error.filename else [])])
+        return cls(kind, text, getattr(error, "errno", None) or 0)
+
+    def error(self) -> Exception:
+        kind = KINDS.get(self.kind, RuntimeError)
+        if self.number and issubclass(kind, OSError):
+            return kind(self.number, self.text)
+        return kind(self.text)
+
+
+def worst(problems: Mapping[int, Problem]) -> Problem | None:
+    """The problems of all processes as one, of the kind that comes first in KINDS."""
+    if not problems:
+        return None
+    kinds = [*KINDS, ""]
+    first = min(problems.values(), key=lambda problem: kinds.index(problem.kind))
+    texts = [f"process {i}: {each.text}" for i, each in problems.items() if each.kind == first.kind]
+    return first._replace(text=some(texts, "; ", 4))
 
 
 def describe(problem: BaseException) -> str:

@@ -229,23 +229,28 @@ def file_shape(path: Path, info: TensorInfo) -> tuple[int, ...]:
     """Return the shape of the values in each file of a tensor, by its zarr.json.
 
     A file holds one chunk, or several in C order, and may end with Zarr's index.
+    CorruptCheckpointError for anything else.
     """
-    described = json.loads(path.read_bytes())
-    shape = described["chunk_grid"]["configuration"]["chunk_shape"]
-    codecs = described["codecs"]
-    if codecs[0]["name"] == "sharding_indexed":
-        shard = codecs[0]["configuration"]
-        ordered = shard.get("index_codecs") == [BYTES_CODEC] and _in_order(
-            shard["chunk_shape"], shape
-        )
-        first = shard.get("index_location", "end") == "end"
-        codecs = shard["codecs"] if first and (shard["chunk_shape"] == shape or ordered) else codecs
-    plain = codecs in ([BYTES_CODEC], [{"name": "bytes"}])
-    if not plain or described["chunk_key_encoding"] != {"name": "default"}:
-        raise ValueError(f"{path} has codecs {codecs}: only plain bytes are read")
-    if tuple(described["shape"]) != info.shape or described["data_type"] != str(info.dtype):
-        raise CorruptCheckpointError(f"{path} is not of the {info} that the manifest names")
-    return tuple(shape)
+    try:
+        described = json.loads(path.read_bytes())
+        shape = described["chunk_grid"]["configuration"]["chunk_shape"]
+        codecs = described["codecs"]
+        if codecs[0]["name"] == "sharding_indexed":
+            shard = codecs[0]["configuration"]
+            ordered = shard.get("index_codecs") == [BYTES_CODEC] and _in_order(
+                shard["chunk_shape"], shape
+            )
+            first = shard.get("index_location", "end") == "end"
+            plain = first and (shard["chunk_shape"] == shape or ordered)
+            codecs = shard["codecs"] if plain else codecs
+        plain = codecs in ([BYTES_CODEC], [{"name": "bytes"}])
+        if not plain or described["chunk_key_encoding"] != {"name": "default"}:
+            raise CorruptCheckpointError(f"{path} has codecs {codecs}: only plain bytes are read")
+        if tuple(described["shape"]) != info.shape or described["data_type"] != str(info.dtype):
+            raise CorruptCheckpointError(f"{path} is not of the {info} that the manifest names")
+        return tuple(shape)
+    except (FileNotFoundError, LookupError, TypeError, json.JSONDecodeError) as error:
+        raise CorruptCheckpointError(f"{path} describes no array: {error}") from error
 
 
 def _in_order(part: Sequence[int], whole: Sequence[int]) -> bool:
@@ -259,7 +264,7 @@ def read_block(
 ) -> np.ndarray:
     """Return a block of the tensor in `folder`, whose files have the shape `file`.
 
-    ranges: slices of the first dimensions; the others are read whole. OSError or ValueError for
+    ranges: slices of the first dimensions; the others are read whole. CorruptCheckpointError for
     files that are missing or too short.
     """
     ranges = [*ranges, *(slice(0, size) for size in info.shape[len(ranges) :])]
@@ -273,7 +278,10 @@ def read_block(
             inside.append(slice(low - number * part, high - number * part))
             target.append(slice(low - r.start, high - r.start))
         path = folder.joinpath("c", *map(str, numbers))
-        values = np.memmap(path, raw, "r", shape=file or (1,))
+        try:
+            values = np.memmap(path, raw, "r", shape=file or (1,))
+        except (FileNotFoundError, ValueError) as error:
+            raise CorruptCheckpointError(f"file {path} is missing or too short") from error
         block[tuple(target)] = values[tuple(inside)] if file else values[0]
     return block.view(info.dtype)
 

@@ -1,6 +1,8 @@
 """What a run resumes, and `load_run` loads, beside damaged files and several processes."""
 
+import errno
 import functools
+import itertools
 import os
 import shutil
 import threading
@@ -10,6 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from jax.errors import JaxRuntimeError
 from key_value_store import KeyValueStore
 from layouts import mesh_of, tiny
 
@@ -18,6 +21,7 @@ from maxmeg.checkpoint.initialize import base_of, check_base, initialize
 from maxmeg.checkpoint.manager import Checkpointer
 from maxmeg.checkpoint.resume import resume
 from maxmeg.config import files
+from maxmeg.config.errors import report
 from maxmeg.config.flags import run_command
 from maxmeg.config.model import Norm
 from maxmeg.config.schema import Optimizer
@@ -161,6 +165,71 @@ def test_one_line_is_printed_if_all_checkpoints_are_damaged(run, capsys):
         assert error.startswith("error: ") and "manifest.json" in error
 
 
+def after(count: int, error: Exception, function: Callable) -> Callable:
+    """The function, which raises the error at its first `count` calls."""
+    calls = itertools.count()
+
+    def call(*arguments):
+        if next(calls) < count:
+            raise error
+        return function(*arguments)
+
+    return call
+
+
+NO_DAMAGE = [  # an error while arrays are read, how often, and what becomes of it
+    (JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8GiB"), 1, None),
+    (MemoryError("Unable to allocate 8 GiB"), 1, None),
+    (PermissionError(errno.EACCES, "Permission denied"), 1, None),
+    (OSError(errno.ESTALE, "Stale file handle"), 3, 2),
+    (OSError(errno.EIO, "Input/output error"), 4, None),
+]
+
+
+@pytest.mark.parametrize("starts", ["resume", "load_run"])
+@pytest.mark.parametrize(("error", "count", "step"), NO_DAMAGE, ids=lambda x: type(x).__name__)
+def test_errors_that_are_no_damage_pass_as_themselves(
+    run, monkeypatch, caplog, starts, error, count, step
+):
+    waited = []
+    monkeypatch.setattr(manager.time, "sleep", waited.append)
+    monkeypatch.setattr(manager.storage, "read", after(count, error, manager.storage.read))
+
+    def begin() -> int:
+        if starts == "load_run":
+            return load_run(str(run)).step
+        return resume(config_of(), Checkpointer(run / CHECKPOINTS), abstract_of(), TOKENIZER).step
+
+    if step:
+        assert begin() == step and waited == [1, 4, 16]
+    else:
+        with pytest.raises(type(error)) as raised:
+            begin()
+        assert raised.value is error and waited in ([], [1, 4, 16])
+        assert report(error, None) == {errno.EIO: 75, errno.EACCES: 2}.get(
+            getattr(error, "errno", 0), 1
+        )
+    assert "DAMAGED" not in caplog.text
+
+
+def test_a_reader_beside_a_run_that_prunes_lists_again(run, caplog):
+    """The run saves the next step, and deletes the older ones, after each listing."""
+    reader, writer = (Checkpointer(run / CHECKPOINTS, keep_last=1) for _ in range(2))
+    metadata, list_steps, rounds = reader.manifest(2).metadata, reader.steps, []
+
+    def listed() -> list[int]:
+        steps = list_steps()
+        rounds.append(steps)
+        if len(rounds) < 4:
+            writer.save(len(rounds) + 2, to_tree(state_of(2)), metadata)
+            writer.wait()
+        return steps
+
+    reader.steps = listed
+    found = resume(config_of(), reader, abstract_of(), TOKENIZER)
+    assert found.step == 5 and [1, 2] in rounds and "DAMAGED" not in caplog.text
+
+
 @pytest.fixture
 def two_processes(monkeypatch):
     """Calls a function of a process's number in two threads; returns results or exceptions."""
@@ -221,6 +290,31 @@ def test_process_0_decides_what_every_process_resumes(run, two_processes, caplog
     assert resumed == [(expected, expected)] * 2
     damage = [record for record in caplog.records if "DAMAGED" in record.getMessage()]
     assert len(damage) == (damaged is not None)  # told once, by process 0
+
+
+def test_errors_of_one_process_are_raised_by_all(run, two_processes, monkeypatch):
+    read, failure = manager.storage.read, OSError(errno.EIO, "Input/output error", "c/0/0")
+    monkeypatch.setattr(manager, "RETRY_SECONDS", ())
+
+    def work(number):
+        return checkpointer_of(number, run, set()).restore(2, to_tree(abstract_of()))
+
+    for error, text in (
+        (failure, "process 1: Input/output error: c/0/0"),
+        (MemoryError("none is left"), "process 1: none is left"),
+        (KeyError("w"), "process 1: KeyError: 'w'"),
+    ):
+
+        def read_or_fail(*arguments, error=error):
+            if jax.process_index():
+                raise error
+            return read(*arguments)
+
+        monkeypatch.setattr(manager.storage, "read", read_or_fail)
+        kind = RuntimeError if isinstance(error, KeyError) else type(error)
+        for raised in two_processes(work):
+            assert type(raised) is kind and text in str(raised)
+            assert getattr(raised, "errno", None) == getattr(error, "errno", None)
 
 
 def test_errors_reach_all_processes_and_keep_them_aligned(run, two_processes):

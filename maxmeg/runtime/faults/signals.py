@@ -7,6 +7,8 @@ import sys
 import time
 
 from maxmeg.checkpoint.processes import Processes
+from maxmeg.runtime.screen import say
+from maxmeg.runtime.slurm import resuming_words
 
 _STARTING, _TRAINING = "stopping before the first step", "finishing the step, then saving"
 _NOTE = "{name}: {what}; send it again to exit at once\n"
@@ -25,12 +27,16 @@ class Interrupt:
         self._end = time.monotonic() + 60 * minutes if minutes else math.inf
         self._previous = {}
 
-    def begin_training(self) -> bool:
-        """Whether any process has been asked to stop so far. All processes call it."""
+    def lets_train(self) -> bool:
+        """Whether no process has been asked to stop so far; all processes call it. Later requests
+        are met by the training loop."""
         self._trains = True
         processes = Processes("stop")
         requested = processes.gather("requested", lambda: self.requested, RuntimeError)
-        return processes.broadcast("any", lambda: any(requested), RuntimeError)
+        stops = processes.broadcast("any", lambda: any(requested), RuntimeError)
+        if stops and processes.primary:
+            say(f"stopped before the first step; {resuming_words()}")
+        return not stops
 
     @property
     def requested(self) -> bool:
