@@ -7,7 +7,7 @@ import typing
 from collections.abc import Sequence
 
 from maxmeg.config.options import Serve
-from maxmeg.data.chat.template import load_chat_template
+from maxmeg.data.chat.template import MOST_IDLE, load_chat_template
 from maxmeg.inference.engine import Engine
 from maxmeg.inference.grammar import Grammar
 from maxmeg.server.errors import ApiError
@@ -26,6 +26,7 @@ class ServedWriter(Served):
         self.engine = engine
         self._known: dict[tuple[str, str], Grammar] = {}
         self._compiler = concurrent.futures.ThreadPoolExecutor(2)
+        self._renderer = concurrent.futures.ThreadPoolExecutor(MOST_IDLE)
         self.template, self._no_template = None, ""
         try:
             self.template = load_chat_template(self.tokenizer, self.data.chat_template)
@@ -46,8 +47,9 @@ class ServedWriter(Served):
             raise ApiError(400, "the chat template has no tool calls of a known form", "tools")
         variables = {"tools": [tool.model_dump(exclude_none=True) for tool in body.tools or ()]}
         messages = [message_of(message) for message in body.messages]
-        render = self.template.render
-        (text,) = await asyncio.to_thread(lambda: render([messages], **variables))
+        render, loop = self.template.render, asyncio.get_running_loop()
+        rendered = loop.run_in_executor(self._renderer, lambda: render([messages], **variables))
+        (text,) = await rendered
         tokenizer = self.tokenizer
         return (await self.encode(tokenizer.encode_marked, text, tokenizer.added)).tolist()
 

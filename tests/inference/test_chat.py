@@ -1,5 +1,9 @@
 """Chat templates: what they write, and what they may not do; tokens that end a text."""
 
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 from chats import CHATS, PLAIN, TEMPLATES, TOKENS
 from tokenizer_files import WORDS, folder
@@ -60,6 +64,26 @@ def test_a_template_keeps_to_its_bounds(name, monkeypatch):
     with pytest.raises(ValueError, match=error) as raised:
         template(text).render([ONE])
     assert str(raised.value).startswith("the template ") and len(str(raised.value)) < 1000
+
+
+def test_processes_are_used_again_and_replaced():
+    def pids() -> list[int]:
+        with ThreadPoolExecutor(8) as pool:
+            found = pool.map(lambda text: template(text).render([ONE]), ["{{ 1 }}"] * 40)
+        assert [*found] == [["1"]] * 40
+        return sorted(renderer.process.pid for renderer in chat._idle)
+
+    before = pids()
+    assert 0 < len(before) <= chat.MOST_IDLE
+    with pytest.raises(ValueError, match="needs more than"):
+        template("{{ ('a' * 10**10) | length }}").render([ONE])
+    assert {*pids()} & {*before}
+    for renderer in chat._idle:
+        os.kill(renderer.process.pid, signal.SIGKILL)
+        renderer.process.wait()
+    assert {*pids()}.isdisjoint(before)
+    chat.close_idle()
+    assert not chat._idle
 
 
 def test_the_failing_chat_is_numbered():

@@ -1,33 +1,40 @@
 """Chat templates of Hugging Face folders, which render conversations as text.
 
 A chat template is a program written by whoever published the model. It runs in jinja2's sandbox, in
-a separate process with limited time and memory; only the text that it renders comes back.
+a separate process with limited time and memory; only the text that it renders comes back. Few such
+processes are started: they wait for the next request.
 """
 
+import atexit
+import contextlib
 import dataclasses
 import json
+import os
+import select
 import signal
 import subprocess
 import sys
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from maxmeg.data.tokenizers.load import parse_spec
 from maxmeg.data.tokenizers.tokenizer import Tokenizer, json_object
 
 CHILD = Path(__file__).with_name("template_child.py")
-CPU_SECONDS = 4  # CPU time of the rendering process, including its start
+CPU_SECONDS = 4  # CPU time of a rendering process
 WALL_SECONDS = 60  # a limit for machines that are busy
 MEMORY_BYTES = 512 * 2**20  # address space
 MAX_CHARACTERS = 2**24  # in all texts of one process
 MAX_TEMPLATE = 2**20  # characters
 AT_ONCE = 256  # conversations per process
+MOST_IDLE = 4  # processes that wait for the next request
 SHOWN = 80  # characters of a message in an error
 VARIABLES = {"tools": None, "documents": None, "add_generation_prompt": True}
 REMEDY = "a chat template should not need that; use a template that you trust"
 
 Messages = Sequence[Mapping[str, typing.Any]]
+_idle: "list[Renderer]" = []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,24 +82,89 @@ class ChatTemplate:
         return run_child(request, self.source)
 
 
-def run_child(request: dict, source: str) -> dict[str, typing.Any]:
-    """The answer of the child process; ValueError where it exceeded its limits."""
-    command = [sys.executable, "-I", "-B", str(CHILD)]
+class Renderer:
+    """A process that answers requests, each in a fork of itself; it ends with this process."""
+
+    def __init__(self) -> None:
+        self.owner, pipe = os.getpid(), subprocess.PIPE
+        command = [sys.executable, "-I", "-B", str(CHILD)]
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True)
+
+    def ask(self, request: dict) -> dict[str, typing.Any] | None:
+        """Return the answer; None if there is none within WALL_SECONDS, and then end the process.
+        EOFError if the process has ended."""
+        requests, answers = self.process.stdin, self.process.stdout
+        assert requests is not None and answers is not None
+        try:
+            requests.write(json.dumps(request).encode() + b"\n")
+            requests.flush()
+            if not select.select([answers], [], [], WALL_SECONDS)[0]:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                return None
+            line = answers.readline()
+        except BrokenPipeError:
+            line = b""
+        if not line:
+            raise EOFError
+        return json.loads(line)
+
+    def close(self) -> None:
+        """End the process, unless it belongs to the process that this one was forked from."""
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+        if self.owner == os.getpid():
+            self.process.wait()
+
+
+@contextlib.contextmanager
+def borrowed() -> Iterator[Renderer]:
+    """A renderer that nobody else uses meanwhile: one that is idle, else a new one."""
+    renderer = None
+    while _idle and renderer is None:
+        with contextlib.suppress(IndexError):  # another thread took the last one
+            renderer = _idle.pop()
+            if renderer.owner != os.getpid():  # of the process that this one was forked from
+                renderer = None
+    renderer = renderer or Renderer()
     try:
-        done = subprocess.run(
-            command, input=json.dumps(request).encode(), capture_output=True, timeout=WALL_SECONDS
-        )
-    except subprocess.TimeoutExpired:
-        raise ValueError(f"{source} ran for more than {WALL_SECONDS} s: {REMEDY}") from None
-    if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
+        yield renderer
+    finally:
+        if renderer.process.poll() is None and len(_idle) < MOST_IDLE:
+            _idle.append(renderer)
+        else:
+            renderer.close()
+
+
+@atexit.register
+def close_idle() -> None:
+    while _idle:
+        _idle.pop().close()
+
+
+def run_child(request: dict, source: str) -> dict[str, typing.Any]:
+    """The answer of a renderer; ValueError where the template exceeded its limits."""
+    answer = None
+    for _ in range(1 + MOST_IDLE):  # the machine may have killed those that were idle
+        try:
+            with borrowed() as renderer:
+                answer = renderer.ask(request)
+            break
+        except EOFError:
+            renderer.close()
+    else:
+        raise ValueError(f"{source}: its process ends before it answers: free memory")
+    if answer is None:
+        raise ValueError(f"{source} ran for more than {WALL_SECONDS} s: {REMEDY}")
+    code = answer.get("status", 0)
+    if code in (-signal.SIGXCPU, -signal.SIGKILL):
         raise ValueError(f"{source} ran for more than {CPU_SECONDS} s of CPU: {REMEDY}")
-    if done.returncode < 0:
-        name = signal.Signals(-done.returncode).name
-        raise ValueError(f"{source} ended its process by {name}: {REMEDY}")
-    if done.returncode:
-        last = (done.stderr.decode("utf-8", "replace").strip().splitlines() or ["no message"])[-1]
-        raise ValueError(f"{source} ended its process with exit code {done.returncode}: {last}")
-    return json.loads(done.stdout)
+    if code < 0:
+        raise ValueError(f"{source} ended its process by {signal.Signals(-code).name}: {REMEDY}")
+    if code:
+        raise ValueError(f"{source} ended its process with exit code {code}: {REMEDY}")
+    return answer
 
 
 def check_messages(messages: typing.Any, where: str) -> None:

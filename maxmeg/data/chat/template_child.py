@@ -1,14 +1,17 @@
-"""The process that renders a chat template: python template_child.py, with a JSON request on stdin.
+"""The process that renders chat templates: python template_child.py, with a JSON request per line.
 
-The request is {"template", "variables", "conversations", "marks", "seconds", "bytes",
-"characters"}. The answer on stdout is {"texts", "generation"}, where "generation" says whether the
+A request is {"template", "variables", "conversations", "marks", "seconds", "bytes", "characters"}.
+The answer, a line on stdout, is {"texts", "generation"}, where "generation" says whether the
 template has {% generation %} blocks. If rendering fails, the answer also has "error" and "index",
-the failing conversation. This file imports nothing from maxmeg, and limits its resources before it
-reads the template.
+the failing conversation. Each request is answered by a fork of this process, which limits its
+resources before it reads the template; if that fork does not end well, the answer is {"status"},
+its exit code or minus a signal. This file imports nothing from maxmeg.
 """
 
+import contextlib
 import datetime
 import json
+import os
 import resource
 import sys
 import typing
@@ -115,14 +118,35 @@ def render(request: dict) -> dict:
     return answer if error is None else answer | {"error": error, "index": index}
 
 
+def answer(line: bytes) -> bytes:
+    """Answer a request in a process of its own."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        status = 1
+        with contextlib.suppress(BaseException):
+            request = json.loads(line)
+            seconds, size = request["seconds"], request["bytes"]
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+            resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+            resource.setrlimit(resource.RLIMIT_AS, (size, size))
+            with open(writing, "wb") as pipe:
+                pipe.write(json.dumps(render(request)).encode())
+            status = 0
+        os._exit(status)
+    os.close(writing)
+    with open(reading, "rb") as pipe:
+        found = pipe.read()
+    _, status = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    return json.dumps({"status": code}).encode() if code else found
+
+
 def main() -> None:
-    request = json.load(sys.stdin)
-    seconds, size = request["seconds"], request["bytes"]
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-    resource.setrlimit(resource.RLIMIT_AS, (size, size))
-    json.dump(render(request), sys.stdout)
+    for line in sys.stdin.buffer:
+        sys.stdout.buffer.write(answer(line) + b"\n")
+        sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":
