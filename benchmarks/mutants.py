@@ -119,9 +119,14 @@ def executed(data: coverage.CoverageData) -> dict[str, dict[int, list[str]]]:
         path = file.removeprefix(f"{REPOSITORY}/")
         if path.startswith(FOLDERS):
             contexts = data.contexts_by_lineno(file)
-            tests = {n: sorted({c.split("|")[0] for c in cs if c}) for n, cs in contexts.items()}
+            tests = {n: sorted({test_of(c) for c in cs if c}) for n, cs in contexts.items()}
             lines[path] = {number: names for number, names in tests.items() if names}
     return lines
+
+
+def test_of(context: str) -> str:
+    """The test of a context TEST|run; names of tests may have a | of their own."""
+    return context.rpartition("|")[0]
 
 
 def draw(
@@ -196,6 +201,8 @@ def killed(mutant: dict, tests: list[str]) -> str:
         path.write_text(original)
     if ended.returncode == 0:
         return ""
+    if "not found: " in ended.stdout + ended.stderr:
+        raise ValueError(f"tests of the coverage data are not in this clone: {ended.stderr[-500:]}")
     failed = [line for line in ended.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     return failed[0] if failed else f"exit code {ended.returncode}"
 
@@ -210,7 +217,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--same-as", metavar="COMMIT")
     parser.add_argument("--seconds", type=float, default=90, help="CPU-seconds of a mutant's tests")
-    parser.add_argument("--part", default="0/1", help="I/N: every N-th mutant from I on")
+    parser.add_argument("--only", type=int, nargs="*", help="numbers of mutants; default: all")
     options = parser.parse_args()
     data = coverage.CoverageData(options.coverage)
     data.read()
@@ -226,9 +233,9 @@ def main() -> None:
         return
     seconds = json.loads((REPOSITORY / "tests" / "seconds.json").read_text())
     lines, results = executed(data), {}
-    first, each = map(int, options.part.split("/"))
     mutants = json.loads(Path(options.mutants).read_text())
-    for i, mutant in list(enumerate(mutants))[first::each]:
+    for i in options.only or range(len(mutants)):
+        mutant = mutants[i]
         tests = tests_of(lines, mutant, seconds, options.seconds)
         by = killed(mutant, tests) if tests else ""
         place = f"{mutant['path']}:{mutant['line']} {mutant['kind']} {mutant['new'][:60]!r}"

@@ -3,7 +3,8 @@
 The plain run, `pytest -n 2`, takes every test but the slow ones. What costs much takes turns: of a
 table (a parametrized test) TABLE_SECONDS at each commit, and no test more than CASE_SECONDS on
 average, but all cases within ROUNDS commits. Costs are CPU-seconds, measured by `pytest --record`
-and kept in seconds.json. A test marked `each_commit` runs at each, or a row of it.
+and kept in seconds.json. A test marked `each_commit` runs at each, or a row of it; so do the cases
+in each_commit.json, which execute what no others do (benchmarks/covering_rows.py).
 
 `--affected` takes every case of the files that a change can reach, and no others. `--in-turns`
 takes all cases, slow ones too, and `--left` those that the plain run leaves out at this commit;
@@ -28,9 +29,10 @@ import pytest
 from import_graph import git, reached_tests
 
 RECORD = Path(__file__).parent / "seconds.json"
+EACH_COMMIT = Path(__file__).parent / "each_commit.json"
 LEAST_RECORDED = 0.1  # CPU-seconds of a case
-TABLE_SECONDS = 0.5  # CPU-seconds of a table at each commit, but at least a row
-CASE_SECONDS = 2.0  # CPU-seconds of a case at each commit, on average
+TABLE_SECONDS = 0.3  # CPU-seconds of a table at each commit, but at least a row
+CASE_SECONDS = 0.8  # CPU-seconds of a case at each commit, on average
 ROUNDS = 10  # commits within which every case runs
 CHUNK = 60  # CPU-seconds of slow cases of a file that belong to one commit
 UNRECORDED = 3.0  # CPU-seconds of a slow case that nobody measured
@@ -150,20 +152,25 @@ def recorded() -> dict[str, float]:
 def groups(rows: int, seconds: float, each_commit: bool = False) -> int:
     """Return the number of groups of a table's rows; each commit runs one group.
 
-    Groups may be empty unless `each_commit`: a row of 6 CPU-seconds runs at each third commit.
+    Groups may be empty unless `each_commit`: a row of 2 CPU-seconds runs at each third commit.
     """
     fit = max(1, int(TABLE_SECONDS / seconds)) if seconds else rows
     commits = 1 if each_commit else max(1, math.ceil(seconds / CASE_SECONDS))  # of a row
     return min(ROUNDS, -(-rows // fit) * commits)
 
 
-def plain(items: list[pytest.Item], draw: int, seconds: dict[str, float]) -> list[pytest.Item]:
-    """Return the cases that a plain run takes at the commit `draw`."""
+def plain(
+    items: list[pytest.Item],
+    draw: int,
+    seconds: dict[str, float],
+    always: frozenset[str] = frozenset(),
+) -> list[pytest.Item]:
+    """Return the cases that a plain run takes at the commit `draw`, and those in `always`."""
     tables = defaultdict(list)
     for item in items:
         if not is_slow(item):
             tables[table(item)].append(item)
-    taken = set()
+    taken = {item for item in items if item.nodeid in always}
     for name, rows in tables.items():
         marked = rows[0].get_closest_marker("each_commit") is not None
         number = groups(len(rows), seconds.get(name, 0), marked)
@@ -208,7 +215,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Deselect what does not run, and sort the others: by turns, or by cost."""
     run, seconds, chosen = config.stash[RUN], recorded(), set(items)
     if run.draw is not None:
-        taken = set(plain(items, run.draw, seconds))
+        always = json.loads(EACH_COMMIT.read_text()) if EACH_COMMIT.exists() else ()
+        taken = set(plain(items, run.draw, seconds, frozenset(always)))
         chosen = {item for item in items if is_slow(item) or (item in taken) != run.left}
     if run.in_turns and not run.left:
         chosen = set(items)

@@ -32,13 +32,13 @@ def table(rows: int, file: str = "tests/test_a.py", slow: bool = False) -> list[
 
 @pytest.mark.parametrize(
     ("rows", "seconds", "expected"),
-    [(9, 0, 1), (9, 0.01, 1), (9, 0.12, 3), (9, 0.25, 5), (9, 1.0, 9), (99, 7.0, 10), (1, 7.0, 4)],
+    [(9, 0, 1), (9, 0.01, 1), (9, 0.12, 5), (9, 0.25, 9), (3, 1.0, 6), (99, 7.0, 10), (1, 2.1, 3)],
 )
 def test_dear_tables_are_cut_into_groups(rows: int, seconds: float, expected: int):
     assert selection.groups(rows, seconds) == expected
 
 
-@pytest.mark.parametrize(("rows", "seconds"), [(1, 1.9), (2, 0.7), (7, 0.3), (25, 2.0), (4, 0.0)])
+@pytest.mark.parametrize(("rows", "seconds"), [(1, 0.8), (2, 0.3), (7, 0.1), (25, 0.8), (4, 0.0)])
 def test_every_commit_runs_some_rows_and_ten_commits_all(rows: int, seconds: float):
     cases, name = table(rows), "tests/test_a.py::test_x"
     runs = [selection.plain(cases, draw, {name: seconds}) for draw in range(40, 50)]
@@ -49,10 +49,18 @@ def test_every_commit_runs_some_rows_and_ten_commits_all(rows: int, seconds: flo
 
 def test_dear_cases_run_at_some_commits_unless_they_are_for_each():
     (dear,), name = table(1), "tests/test_a.py::test_x"
-    runs = [selection.plain([dear], draw, {name: 7.9}) for draw in range(40, 50)]
-    assert 2 <= sum(map(len, runs)) <= 3
+    runs = [selection.plain([dear], draw, {name: 2.3}) for draw in range(40, 50)]
+    assert 3 <= sum(map(len, runs)) <= 4
+    absent = next(draw for draw, run in enumerate(runs, 40) if not run)
+    assert selection.plain([dear], absent, {name: 2.3}, frozenset([dear.nodeid])) == [dear]
     dear.marks = {"each_commit"}
-    assert selection.plain([dear], 40, {name: 7.9}) == [dear]
+    assert selection.plain([dear], absent, {name: 2.3}) == [dear]
+
+
+def test_cases_for_each_commit_exist():
+    for case in json.loads(selection.EACH_COMMIT.read_text()):
+        path, _, name = case.partition("::")
+        assert f"def {name.split('[')[0]}(" in (REPOSITORY / path).read_text(), case
 
 
 def test_every_slow_case_comes_first_within_ten_commits():
@@ -104,7 +112,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["selection"]')
     (tmp_path / "test_few.py").write_text(TESTS)
     (tmp_path / "test_one.py").write_text("def test_after_the_few():\n    pass\n")
-    record = {"test_few.py::test_table": 0.25, "test_few.py::test_slow": 5.0}
+    record = {"test_few.py::test_table": 0.12, "test_few.py::test_slow": 5.0}
     (tmp_path / "seconds.json").write_text(json.dumps(record))
     ini = "[pytest]\naddopts = -m 'not slow and not gpu'\ntestpaths = .\nmarkers = slow\n gpu\n"
     (tmp_path / "pytest.ini").write_text(ini)

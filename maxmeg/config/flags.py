@@ -127,7 +127,10 @@ def _separate(arguments, options, needs_config):
             chosen[unnamed] = argument  # maxmeg chat RUN
             continue
         if flag in ("--config", "config") and needs_config:
-            config = value if equals else _next_value(flag, arguments)
+            value = value if equals else _next_value(flag, arguments)
+            if config:
+                raise ValueError(f"--config is given twice, {config} and {value}: leave one out")
+            config = value
             continue
         name, kind, negated = _find(flag, option_kinds, setting_kinds)
         if kind is bool and not equals:

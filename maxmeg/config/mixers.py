@@ -471,6 +471,7 @@ class MtpConfig:
         "number of multi-token-prediction (MTP) layers; layer k predicts token t+1+k",
         "--mtp-num-layers",
         at_least=0,
+        at_most=1000,
         effect="adapted",
     )
     layers: str = setting(

@@ -87,8 +87,10 @@ class ModelConfig:
         at_least=1,
         effect="none",
     )
-    num_layers: int = setting(4, "number of layers", "--num-layers", at_least=1)
-    hidden_size: int = setting(128, "width of the residual stream", "--hidden-size", at_least=1)
+    num_layers: int = setting(4, "number of layers", "--num-layers", at_least=1, at_most=10_000)
+    hidden_size: int = setting(
+        128, "width of the residual stream", "--hidden-size", at_least=1, at_most=10**6
+    )
     layers: str = setting(
         "*(attention,mlp)",
         "mixers of the layers: commas join sublayers, spaces layers, + mixers that read the same "

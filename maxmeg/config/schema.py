@@ -250,6 +250,7 @@ class TrainConfig:
         32,
         "samples per step; a resumed run with another size continues from its consumed samples",
         "--global-batch-size",
+        at_most=10**7,
     )
     micro_batch_size: int = setting(
         0, "samples per device and microbatch; 0: no accumulation", "--micro-batch-size", at_least=0

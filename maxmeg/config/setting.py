@@ -3,11 +3,14 @@
 import copy
 import dataclasses
 import functools
+import math
 import operator
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 
 Section = typing.TypeVar("Section")
+UPPER = ("at_most", "below")
+LARGEST = 2**53  # whole numbers up to here are exact as floats too
 BOUNDS = {
     "at_least": operator.ge,
     "above": operator.gt,
@@ -111,11 +114,35 @@ def shown(path: str, value: typing.Any) -> str:
     return f"{path}={getattr(value, 'name', value)}"
 
 
+def bound_problems(
+    section: typing.Any, prefix: str = "", kinds: Container[str] = BOUNDS
+) -> Iterator[str]:
+    """Yield the broken bounds of a section's fields; whole numbers are at most LARGEST."""
+    for path, value, field in walk(section, prefix):
+        bounds = field.metadata["bounds"]
+        if isinstance(value, int) and value > LARGEST:
+            bounds = {"at_most": LARGEST} | bounds
+        if not all(BOUNDS[k](value, limit) for k, limit in bounds.items() if k in kinds):  # or NaN
+            wanted = " and ".join(f"{k.replace('_', ' ')} {limit}" for k, limit in bounds.items())
+            yield f"{path}={value} must be {wanted}"
+
+
+def check_sizes(section: typing.Any, prefix: str = "") -> None:
+    """ValueError for numbers that are too large. Other rules may loop over them."""
+    if problems := list(bound_problems(section, prefix, UPPER)):
+        raise ValueError("\n".join(problems))
+
+
 def declared_problems(section: typing.Any, prefix: str = "") -> Iterator[str]:
     """Yield the broken bounds and conditions that the fields of a section declare."""
+    yield from bound_problems(section, prefix)
+    yield from _condition_problems(section, prefix)
+
+
+def _condition_problems(section: typing.Any, prefix: str) -> Iterator[str]:
     for field, is_section in declarations(type(section)):
-        needs, bounds = field.metadata["needs"], field.metadata["bounds"]
-        if not (needs or bounds or is_section):
+        needs = field.metadata["needs"]
+        if not (needs or is_section):
             continue
         value, path = getattr(section, field.name), f"{prefix}{field.name}"
         if needs and not _holds(section, needs):
@@ -129,10 +156,7 @@ def declared_problems(section: typing.Any, prefix: str = "") -> Iterator[str]:
                     f"or leave {'this' if len(changed) == 1 else 'these'} out"
                 )
         if is_section:
-            yield from declared_problems(value, f"{path}.") if value is not None else ()
-        elif not all(BOUNDS[name](value, limit) for name, limit in bounds.items()):  # also NaN
-            wanted = " and ".join(f"{n.replace('_', ' ')} {limit}" for n, limit in bounds.items())
-            yield f"{path}={value} must be {wanted}"
+            yield from _condition_problems(value, f"{path}.") if value is not None else ()
 
 
 def _holds(section: typing.Any, condition: str) -> bool:
@@ -145,5 +169,6 @@ def _holds(section: typing.Any, condition: str) -> bool:
 
 def divisors(number: int, at_most: int = 0) -> str:
     """Return the divisors of a number, up to `at_most` if it is given, as text: "1, 2, 3, 6"."""
-    highest = min(number, at_most or number)
-    return ", ".join(str(d) for d in range(1, highest + 1) if number % d == 0)
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    found = {*small, *(number // d for d in small)}
+    return ", ".join(str(d) for d in sorted(found) if d <= (at_most or number))

@@ -24,7 +24,7 @@ from maxmeg.config.optim_rules import optim_problems
 from maxmeg.config.parallel import ParallelConfig, Schedule
 from maxmeg.config.quantization import QuantizationRecipe
 from maxmeg.config.schema import Config, WatchdogConfig
-from maxmeg.config.setting import declared_problems, divisors
+from maxmeg.config.setting import check_sizes, declared_problems, divisors, get
 from maxmeg.config.stages import units_of_chunks
 
 VIRTUAL_DEVICES = "--xla_force_host_platform_device_count"  # of XLA_FLAGS, for CPUs
@@ -107,11 +107,8 @@ def setting_problems(config: Config, training: bool = True) -> Iterator[str]:
     """
     if not config.run_dir:
         yield "run_dir is empty: name the folder of the run, --run_dir=runs/NAME"
-    for name, path in (
-        ("run_dir", config.run_dir),
-        ("checkpoint.init_from", config.checkpoint.init_from),
-    ):
-        if "://" in path:
+    for name in ("run_dir", "checkpoint.init_from"):
+        if "://" in (path := get(config, name)):
             yield f"{name}={path} must be a folder: mount the object store, and name its path here"
     yield from stack_problems(config)
     yield from declared_problems(config)
@@ -136,6 +133,7 @@ def setting_problems(config: Config, training: bool = True) -> Iterator[str]:
 
 def check_settings(config: Config) -> None:
     """Raise a ValueError that lists the broken rules of a run on any number of devices."""
+    check_sizes(config)
     if problems := list(setting_problems(config)):
         raise ValueError("\n".join(problems))
 
@@ -145,6 +143,7 @@ def validate(config: Config, num_devices: int, platform: str = "", training: boo
 
     training: also the rules for models that are trained.
     """
+    check_sizes(config)
     sizes = axis_sizes(config.parallel, num_devices, platform)
     problems = list(setting_problems(config, training))
     if has_pattern(config.model):
