@@ -1,6 +1,7 @@
 """Mixers with a state on meshes as on one device; all mixers token by token as all at once."""
 
 import dataclasses
+import math
 
 import cached
 import jax
@@ -93,3 +94,29 @@ def test_decoding_equals_the_whole_sequence(name):
         )
         check_equal(found_BLD, np.take_along_axis(whole_BLD, places_BL1, axis=1))
         lengths_B = lengths_B + count
+
+
+def named_widths(jaxpr) -> dict[str, int]:
+    """Name -> elements per token of the activations that layers name for recomputation."""
+    found = {}
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "name":
+            found[equation.params["name"]] = math.prod(equation.outvars[0].aval.shape[2:])
+        for value in equation.params.values():
+            if hasattr(value, "jaxpr"):
+                found |= named_widths(value.jaxpr)
+    return found
+
+
+@pytest.mark.parametrize("name", [*SPECS, *LATENTS, *OPTIONS])
+def test_widths_are_those_of_the_activations(name):
+    """The planner, fused projections and recomputation ask for them."""
+    spec = {**SPECS, **LATENTS}.get(name) or dataclasses.replace(
+        ATTENTION, hidden_size=D, **OPTIONS[name]
+    )
+    layer = jax.eval_shape(spec.make, jax.random.key(0))
+    x_BLD = jax.ShapeDtypeStruct((B, L, D), jnp.float32)
+    actual = named_widths(jax.make_jaxpr(lambda m, x: m(x, Context(positions()))[0])(layer, x_BLD))
+    widths = spec.widths()
+    told = {**widths.stored, **widths.replicated}
+    assert told and {each: actual[each] for each in told} == told

@@ -2,8 +2,10 @@
 
 import os
 import types
+from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from jaxlib import xla_client
@@ -186,6 +188,11 @@ def test_every_command_that_computes_chooses_the_platform(monkeypatch, command):
     monkeypatch.setattr(platform, "has_nvidia_gpu", lambda: False)
     with pytest.raises(ValueError, match="this machine has no NVIDIA GPU"):
         command()
+
+
+def test_this_machine_is_looked_at():
+    assert platform.has_nvidia_gpu() == bool([*Path("/dev").glob("nvidia*")])
+    assert platform.requested_platforms() == (jax.config.values["jax_platforms"] or "")
 
 
 def test_scatters_of_large_matrices_are_not_combined_with_others(monkeypatch):

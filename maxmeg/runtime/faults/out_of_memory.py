@@ -36,9 +36,9 @@ def explains_out_of_memory(remedies: str = "") -> Callable:
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(command)
-        def run(first: Any, *rest: Any) -> Any:
+        def run(first: Any, *rest: Any, **named: Any) -> Any:
             try:
-                return command(first, *rest)
+                return command(first, *rest, **named)
             except (MemoryError, jax.errors.JaxRuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise

@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from maxmeg.config.errors import RESTART_CODE, report
+from maxmeg.config.errors import RESTART_CODE, is_for_user, report
 from maxmeg.config.schema import Config
 from maxmeg.parallel import multihost
 from maxmeg.runtime.faults.clock import RunningClock
@@ -235,8 +235,9 @@ def ending_together(main: Callable[..., None]) -> Callable[..., None]:
             if multihost.store() is None:
                 raise
             text = " ".join(f"{type(error).__name__}: {error}".split())
-            follows = isinstance(error, jax.errors.JaxRuntimeError)
-            follows = follows and any(name in text.lower() for name in _COLLECTIVES)
+            # XLA raises these as RuntimeError or, for the status UNKNOWN, as ValueError.
+            follows = any(name in text.lower() for name in _COLLECTIVES)
+            follows = follows and not (is_for_user(error) or isinstance(error, MemoryError))
             if follows:  # wait until the process that failed first publishes the cause
                 time.sleep(1.5 * config.watchdog.silence + 4 * INTERVAL)
             code = report(error, config)
