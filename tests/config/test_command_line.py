@@ -81,6 +81,16 @@ def pattern(text: str) -> str:
     return ".*".join(map(re.escape, text.split(".*")))
 
 
+def test_a_folder_of_hugging_face_is_told_how_to_be_converted(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "exported").mkdir()
+    (tmp_path / "exported" / "config.json").write_text("{}")
+    with pytest.raises(SystemExit):
+        main(["train", "--config=finetune:exported"])
+    command = "maxmeg convert --input=exported --output=runs/exported"
+    assert command in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_is_there(name, capsys):
     name_of_module, _, function = COMMANDS[name].target.partition(":")

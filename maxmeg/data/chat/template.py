@@ -209,7 +209,7 @@ def _own_template(
     if folder is None:
         raise ValueError(
             f"tokenizer {tokenizer.spec!r} has no chat template: a chat needs a model whose "
-            "tokenizer is huggingface:FOLDER/tokenizer.json"
+            "tokenizer is huggingface:FOLDER/tokenizer.json (maxmeg generate continues text)"
         )
     path = folder / "chat_template.jinja"
     if path.is_file():
