@@ -92,7 +92,9 @@ def load(path: str | os.PathLike) -> Config:
     except Exception as error:  # PyYAML raises errors of many types
         raise ValueError(f"{path} is not valid YAML: {_yaml_problem(error)}") from None
     try:
-        config = from_dict({} if values is None else values)
+        if values is None:
+            raise ValueError("it is empty; name settings in it, or a built-in configuration")
+        config = from_dict(values)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     is_run = path.name == CONFIG_FILE and (path.parent / CHECKPOINTS).is_dir()

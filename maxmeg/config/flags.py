@@ -15,9 +15,10 @@ from collections.abc import Callable, Sequence
 from maxmeg.config import files
 from maxmeg.config.errors import is_for_user, report
 from maxmeg.config.hints import DEVICES, nearest
+from maxmeg.config.model_rules import has_pattern, unread_settings
 from maxmeg.config.named import EXAMPLES, load_config
 from maxmeg.config.schema import Config
-from maxmeg.config.setting import declared_problems, set_field, walk
+from maxmeg.config.setting import check_sizes, declared_problems, set_field, walk
 
 Texts = Sequence[str]  # an option that may be repeated; values are not split at commas
 UNNAMED = {"log", "run_dir"}  # the first of these that a command has may stand without its name
@@ -77,6 +78,10 @@ def parse(
     config = load_config(name) if needs_config else None
     for path, value in settings.items():
         set_field(config, path, value)
+    if config is not None:
+        check_sizes(config)
+        if has_pattern(config.model) and (unread := [*unread_settings(config.model, settings)]):
+            raise ValueError("\n".join(unread))
     if options is None:
         return config, None
     for field in dataclasses.fields(options):

@@ -1,7 +1,7 @@
 """Rules between the settings of a model, beside those that the fields declare. No JAX."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import is_dataclass
 
 from maxmeg.config.bert import BertConfig
@@ -139,6 +139,18 @@ def unread_problems(model: ModelConfig) -> Iterator[str]:
                 f"{'this' if len(changed) == 1 else 'these'}: leave "
                 f"{'it' if len(changed) == 1 else 'them'} out, or use the mixer "
                 f"{' or '.join(mixers)}"
+            )
+
+
+def unread_settings(model: ModelConfig, paths: Iterable[str]) -> Iterator[str]:
+    """Settings that somebody has written, as by default or not, and that no layer reads."""
+    for group, mixers in READERS.items():
+        name = f"model.{group}"
+        written = [path for path in paths if path == name or path.startswith(f"{name}.")]
+        if written and not model.has(*mixers):
+            yield (
+                f"{', '.join(written)}: no layer of model.layers={model.layers!r} reads "
+                f"{name}: leave it out, or use the mixer {' or '.join(mixers)}"
             )
 
 

@@ -1,10 +1,13 @@
 """Grammars that a reply must follow: JSON schemas, regular expressions, Lark (llguidance)."""
 
+import contextlib
 import dataclasses
 import enum
 import json
+import math
+import time
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -24,34 +27,52 @@ class Kind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Grammar:
-    """A checked grammar; any number of replies can follow it."""
+    """A checked grammar; any number of replies can follow it.
+
+    seconds: most CPU time that one reply may take for it.
+    """
 
     start: typing.Any  # llguidance's LLMatcher before the first token
     vocab_size: int
+    seconds: float = math.inf
 
     def matcher(self) -> "Matcher":
-        return Matcher(self.start.deep_copy(), self.vocab_size)
+        return Matcher(self.start.deep_copy(), self.vocab_size, self.seconds)
 
 
 class Matcher:
     """How far one reply has followed its grammar."""
 
-    def __init__(self, state: typing.Any, vocab_size: int):
+    def __init__(self, state: typing.Any, vocab_size: int, seconds: float):
         self._state, self._words = state, -(-vocab_size // 32)
+        self._seconds, self._spent = seconds, 0.0
 
     def add(self, token: int) -> bool:
         """Add a token that `mask` allows; return whether the text is complete. ValueError if the
-        grammar is too complex to go on."""
-        self._state.consume_token(token)
+        grammar is too complex to go on, or takes too long."""
+        with self._timed():
+            self._state.consume_token(token)
         if self._state.is_error():
             problem = self._state.get_error().splitlines()[0]  # the rest is llguidance's state
             raise ValueError(f"the grammar cannot be followed: {problem}")
+        if self._spent > self._seconds:
+            raise ValueError(
+                f"the grammar cannot be followed: it has taken more than {self._seconds:g} s for "
+                "this reply; use one with fewer ways to read a text"
+            )
         return self._state.is_stopped()
 
     def mask(self) -> np.ndarray:
         """The tokens that may come next, a bit for each: int32 [vocabulary / 32]."""
-        bits = self._state.compute_bitmask()
+        with self._timed():
+            bits = self._state.compute_bitmask()
         return np.frombuffer(bits, np.int32)[: self._words]  # it has a bit for one more token
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        start = time.thread_time()
+        yield
+        self._spent += time.thread_time() - start
 
 
 class Grammars:

@@ -122,7 +122,7 @@ def check_options(options: Serve) -> None:
     """ValueError for options that have no meaning for an encoder."""
     names = {f.name for f in dataclasses.fields(EngineOptions)}
     names -= {f.name for f in dataclasses.fields(ModelOptions)}
-    names |= {"log", "max_n", "max_grammar", "grammar_seconds"}
+    names |= {"log", "max_n", "max_grammar", "grammar_seconds", "mask_seconds"}
     default = Serve()
     if changed := sorted(n for n in names if getattr(options, n) != getattr(default, n)):
         raise ValueError(

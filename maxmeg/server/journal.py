@@ -15,7 +15,7 @@ from maxmeg.inference.sampling import Sampling
 from maxmeg.server.worker import Ticket
 
 logger = logging.getLogger(__name__)
-EARLY = ("cancelled", "error")  # why replies ended whose log-probabilities are not compared
+EARLY = ("cancelled", "error", "grammar")  # replies whose log-probabilities are not compared
 
 
 class Journal:

@@ -2,6 +2,8 @@
 
 import asyncio
 import concurrent.futures
+import functools
+import math
 import time
 import typing
 from collections.abc import Callable, Sequence
@@ -43,7 +45,25 @@ class Served:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._encoder, function, *arguments)
 
+    @functools.cached_property
+    def longest_token(self) -> float:
+        """Most characters that one token stands for; inf if the tokenizer does not tell."""
+        known = self.tokenizer.token_bytes()
+        names = [*self.tokenizer.added]  # special tokens
+        return max(map(len, [*known.values(), *names])) if known else math.inf
+
+    def check_length(self, text: str) -> None:
+        """ApiError for a text that cannot fit: it would keep the tokenizer from others."""
+        most = self.options.max_prompt or self.model.max_position
+        if len(text) > 4 * most and len(text) > most * self.longest_token:
+            raise ApiError(
+                400,
+                f"a text of {len(text)} characters has more than {most} tokens: each stands for at "
+                f"most {self.longest_token} characters",
+            )
+
     def tokens(self, text: str, opening: bool = True) -> list[int]:
+        self.check_length(text)
         return prompt_tokens(self.tokenizer, self.config, text, opening).tolist()
 
     def text(self, ids: Sequence[int]) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import dataclasses
 import json
 import typing
 from collections.abc import Sequence
@@ -50,6 +51,7 @@ class ServedWriter(Served):
         render, loop = self.template.render, asyncio.get_running_loop()
         rendered = loop.run_in_executor(self._renderer, lambda: render([messages], **variables))
         (text,) = await rendered
+        self.check_length(text)
         tokenizer = self.tokenizer
         return (await self.encode(tokenizer.encode_marked, text, tokenizer.added)).tolist()
 
@@ -70,7 +72,8 @@ class ServedWriter(Served):
         if (kind, text) not in self._known:
 
             def compiled() -> Grammar:
-                return self.engine.grammars.compile(kind, text)
+                grammar = self.engine.grammars.compile(kind, text)
+                return dataclasses.replace(grammar, seconds=options.mask_seconds)
 
             try:
                 made = loop.run_in_executor(self._compiler, compiled)

@@ -39,6 +39,7 @@ MISTAKES = [
     ("preprocess", "the following arguments are required: --input, --output: see maxmeg"),
     ("preprocess --input=x --output=x --worker=3", "flag --worker: did you mean --workers"),
     ("launch slurm", "no launch script is named slurm: there are slurm.sbatch"),
+    (TRAIN + "--model.moe.num_experts=8", "model.moe.num_experts: no layer of model.layers="),
     (TRAIN + "--config=moe", "--config is given twice, gpt and moe: leave one out"),
     (TRAIN + "--model.num_layers=100000000", "num_layers=100000000 must be .* at most 10000"),
     (TRAIN + "--model.mtp.num_layers=1000000000", "mtp.num_layers=1000000000 must be"),

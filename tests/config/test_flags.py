@@ -70,7 +70,10 @@ def changed():
 
 def test_an_absent_section_stays_absent_until_it_is_set(tmp_path):
     path = tmp_path / "config.yaml"
-    for text in ("", "encoder:\n"):
+    path.write_text("# nothing\n")
+    with pytest.raises(ValueError, match=r"config\.yaml: it is empty; name settings in it"):
+        files.load(path)
+    for text in ("{}", "encoder:\n"):
         path.write_text(text)
         assert files.load(path).encoder is None and get(files.load(path), "vision.tied") is None
     config, _ = flags.parse(["prog", "--config=gpt", "--encoder.moe.top_k=3", "vision.tied=true"])

@@ -191,7 +191,7 @@ def test_unsupported_settings_are_refused_by_name(name, changes, named):
     assert named in str(caught.value) and len(str(caught.value)) < 1100
 
 
-ANYTHING = [None, True, False, 0, 1, -1, 2.5, math.nan, 10**40, "", "x", [], [[1]], {}]
+ANYTHING = [None, True, False, 0, 1, -1, 2.5, math.nan, 10**40, 10**400, "", "x", [], [[1]], {}]
 ANYTHING += [{"a": 1}, {"rope_type": ["x"]}, {"type": "yarn"}, {"full_attention": 3}]
 
 

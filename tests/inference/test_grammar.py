@@ -1,5 +1,6 @@
 """Texts that follow a grammar, written by random choices among the tokens that it allows."""
 
+import dataclasses
 import json
 import re
 
@@ -85,6 +86,16 @@ def test_any_object_begins_with_a_brace():
 def test_wrong_grammars_are_refused(kind, text, message):
     with pytest.raises(ValueError, match=message):
         grammars(257).compile(kind, text)
+
+
+def test_a_grammar_that_takes_long_is_given_up():
+    """Each further token of this one has more readings, and takes longer."""
+    grammar = grammars(257).compile("lark", 'start: s\ns: s s s s | "a" | "aa" | "aaa" |')
+    matcher = dataclasses.replace(grammar, seconds=0.05).matcher()
+    with pytest.raises(ValueError, match=r"it has taken more than 0\.05 s for this reply"):
+        for _ in range(10_000):
+            matcher.mask()
+            matcher.add(ord("a"))
 
 
 def test_a_tokenizer_without_bytes_has_no_grammars():

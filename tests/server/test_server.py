@@ -233,6 +233,7 @@ BAD = [
     ({"prompt": "a", "n": 1000}, 400, "n", "exceeds 16"),
     ({"prompt": "a", "model": "gpt"}, 404, "model", "only 'tiny', 'polite', 'terse'"),
     ({"prompt": "a", "max_tokens": LENGTH}, 400, None, "exceed the context"),
+    ({"prompt": "a" * 90_000}, 400, None, f"a text of 90000 characters has more than {LENGTH}"),
     ({"prompt": "a", "logit_bias": {"9999": 1}}, 400, None, "vocabulary"),
     ({"prompt": "a", "regex": "a" * 3000}, 400, None, "exceeds 2000"),
     ({"prompt": "a", "regex": "a", "grammar": "b"}, 400, None, "one of"),

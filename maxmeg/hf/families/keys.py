@@ -6,7 +6,6 @@ writes them for a ModelConfig. `Keys.finish` refuses every key that no part has 
 
 import dataclasses
 import enum
-import math
 import re
 import typing
 from collections.abc import Iterable, Mapping
@@ -136,7 +135,7 @@ def checked(
         if not isinstance(value, bool):
             raise refused(name, value, "it must be true or false")
         return value
-    if not number or not math.isfinite(value) or abs(value) > most:
+    if not number or not -most <= value <= most:  # or NaN
         wanted = "an integer" if kind is int else "a finite number"
         raise refused(name, value, f"it must be {wanted} of at most {most}")
     if value < 0 or (value == 0 and not zero):
