@@ -20,6 +20,7 @@ from maxmeg.config.setting import with_fields
 from maxmeg.config.validate import axis_sizes, resolve
 from maxmeg.data.corpus.indexed import IndexedWriter
 from maxmeg.data.corpus.stored import digest
+from maxmeg.data.corpus.vocabulary import write_vocabulary
 from maxmeg.data.source import Source
 from maxmeg.data.tokenizers.load import load_tokenizer
 from maxmeg.data.tokenizers.tokenizer import Tokenizer
@@ -166,6 +167,7 @@ def write_documents(config: Config, documents: Sequence[str] | Sequence[np.ndarr
     with IndexedWriter(prefix, tokenizer.vocab_size) as writer:
         for ids in rows:
             writer.add_document(np.append(ids, tokenizer.eod))
+    write_vocabulary(str(prefix), tokenizer.identity)
     return str(prefix)
 
 

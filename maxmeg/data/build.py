@@ -11,6 +11,7 @@ from maxmeg.config.data import DataConfig, DataOrder, Objective
 from maxmeg.config.schema import Config
 from maxmeg.data.corpus import mock, remote
 from maxmeg.data.corpus.indexed import IndexedDataset
+from maxmeg.data.corpus.vocabulary import check_vocabularies
 from maxmeg.data.masked.bert import BertDataset
 from maxmeg.data.masked.masking import Vocabulary
 from maxmeg.data.masked.sentences import SentenceOrder
@@ -135,6 +136,7 @@ def build_dataset(
     request = samples if isinstance(samples, Request) else Request(samples)
     starts, num_samples, saved = request.changes, request.num_samples, list(request.saved)
     (names, weights), split = _find_blend(config, prefixes, split_index)
+    check_vocabularies(names, tokenizer, warns=split_index == 0)  # "mock" is no file
     if starts:
         phases.check_changeable(names, weights)
     if config.objective in SENTENCES:
@@ -184,9 +186,8 @@ def build_dataset(
         epochs = [single([corpus], None) for corpus in corpora]
         return _join(epochs, num_samples, split_index, cache_dir)
     shares = normalized(weights)
-    if num_samples is None:  # as many as one epoch of the corpora has
-        tokens = sum(max(0, _tokens(c, split, split_index) - 1) for c in corpora)
-        num_samples = max(1, tokens // config.sequence_length)
+    if num_samples is None:
+        num_samples = _one_epoch(corpora, split, split_index, config.sequence_length)
     sizes, total = member_sizes(shares, num_samples, config.blend_surplus)
     members = [single([c], size) for c, size in zip(corpora, sizes, strict=True)]
     if starts:
@@ -195,6 +196,11 @@ def build_dataset(
     if not is_native:
         _check_supply(blend, members, config.blend_surplus)
     return blend
+
+
+def _one_epoch(corpora: Sequence[IndexedDataset], split: str, index: int, length: int) -> int:
+    """The number of samples of one epoch of the corpora."""
+    return max(1, sum(max(0, _tokens(c, split, index) - 1) for c in corpora) // length)
 
 
 def build_validation(

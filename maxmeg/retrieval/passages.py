@@ -9,6 +9,7 @@ import numpy as np
 
 from maxmeg.config.data import DataConfig
 from maxmeg.data.corpus.indexed import IndexedDataset
+from maxmeg.data.corpus.vocabulary import check_vocabularies
 from maxmeg.data.labelled.files import BadRow, titled
 from maxmeg.data.prepare.documents import parse_json, read_records
 from maxmeg.data.retrieval.ict import Blocks
@@ -76,6 +77,7 @@ class BlockPassages:
 
     def __init__(self, prefix: str, config: DataConfig, tokenizer: Tokenizer) -> None:
         self._corpus, self._tokenizer = IndexedDataset(prefix), tokenizer
+        check_vocabularies([prefix], tokenizer, warns=True)
         self._encoder, self._room = TextEncoder.of(tokenizer), config.text_tokens
         bounds = np.asarray(self._corpus.document_indices, np.int64)
         rooms = np.full(len(bounds) - 1, self._room - 3)

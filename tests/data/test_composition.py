@@ -11,6 +11,7 @@ from maxmeg.config.data import Packing
 from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.schema import Config
 from maxmeg.data.build import open_corpus, split_weights
+from maxmeg.data.corpus.vocabulary import write_vocabulary
 from maxmeg.data.inspect.composition import (
     balance_text,
     composition_text,
@@ -32,6 +33,7 @@ def config(make_corpus, tmp_path) -> Config:
     config.run_dir = str(tmp_path / "run")
     config.data.tokenizer = "null:1000"
     config.data.paths = (make_corpus([[i] * LENGTH for i in range(DOCUMENTS)], "a"),)
+    write_vocabulary(config.data.paths[0], "null:1000")
     config.data.split = "80,20,0"
     config.data.sequence_length = 8
     config.train.global_batch_size = 4
@@ -102,6 +104,7 @@ def test_misleading_splits_are_reported(config, make_corpus, capsys, caplog):
     assert "the test split has 1 document and" in test and "--shuffle_documents=SEED" in test
     lengths = [LENGTH] * (DOCUMENTS - 1) + [10 * LENGTH * DOCUMENTS]
     config.data.paths = (make_corpus([[1] * n for n in lengths], "long"),)
+    write_vocabulary(config.data.paths[0], "null:1000")
     config.data.split = "70,30,0"
     tokenizer, prefixes = open_corpus(config.data, config.run_dir)
     uses = uses_of(config)

@@ -13,6 +13,7 @@ from maxmeg.config.data import DataConfig, DataOrder, Packing
 from maxmeg.config.schema import Config
 from maxmeg.config.validate import validate
 from maxmeg.data.build import build_dataset, open_corpus, samples_asked
+from maxmeg.data.corpus.vocabulary import write_vocabulary
 from maxmeg.data.resuming import record_order, warn_of_order
 from maxmeg.data.samples.blending import Blend, Phase, blending_index, normalized
 from maxmeg.data.samples.phases import Change, parse_changes
@@ -61,10 +62,13 @@ def test_every_corpus_goes_on_with_its_next_sample(phases, resumed):
 @pytest.fixture
 def three(make_corpus) -> dict[str, str]:
     """Corpora whose tokens say which they are, and their document."""
-    return {
+    made = {
         name: make_corpus([np.full(4, 100 * i + d) for d in range(EPOCH)], name)
         for i, name in enumerate("abc")
     }
+    for prefix in made.values():
+        write_vocabulary(prefix, "null:1000")
+    return made
 
 
 def settings_of(three, items, changes=(), **kind) -> Config:

@@ -10,6 +10,7 @@ from maxmeg.config.data import DataConfig, DataOrder, Packing
 from maxmeg.config.schema import Config
 from maxmeg.data import resuming
 from maxmeg.data.build import build_dataset, open_corpus, samples_asked
+from maxmeg.data.corpus.vocabulary import write_vocabulary
 from maxmeg.data.resuming import Difference, compare, record_order, warn_of_order
 from maxmeg.data.samples.megatron_order import MegatronOrder, continued, make_samples, plan_epochs
 from maxmeg.data.samples.sampling import GptSamples
@@ -28,6 +29,7 @@ def corpora(make_corpus) -> dict[str, str]:
     for number, name in enumerate("abc"):
         cuts = np.sort(np.random.default_rng(number).choice(np.arange(1, TOKENS), 40, False))
         made[name] = make_corpus(np.split(number * 1000 + np.arange(TOKENS), cuts), name, 4000)
+        write_vocabulary(made[name], "null:4000")
     return made
 
 

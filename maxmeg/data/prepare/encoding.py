@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from maxmeg.data.corpus.indexed import IndexedWriter, token_dtype
+from maxmeg.data.corpus.vocabulary import write_vocabulary
 from maxmeg.data.prepare import documents, parquet
 from maxmeg.data.prepare.documents import LINES, TEXT
 from maxmeg.data.tokenizers.load import load_tokenizer
@@ -277,6 +278,8 @@ def write_all(
         key: output_prefix(output, key, options.split_sentences) for key in options.json_keys
     }
     report = Report(prefixes)
+    for prefix in prefixes.values():  # of an older corpus, which is replaced
+        write_vocabulary(prefix, "")
     with contextlib.ExitStack() as stack:
         writers = [
             stack.enter_context(
@@ -297,4 +300,6 @@ def write_all(
                 raise ValueError(
                     f"{report.documents} documents hold no text under {key!r}: nothing is written"
                 )
+    for prefix in prefixes.values():
+        write_vocabulary(prefix, tokenizer.identity)
     return report

@@ -11,6 +11,7 @@ import numpy as np
 from maxmeg.data.corpus.checksum import SUFFIX
 from maxmeg.data.corpus.indexed import IndexedDataset, IndexedWriter
 from maxmeg.data.corpus.storage import is_remote
+from maxmeg.data.corpus.vocabulary import common_vocabulary, write_vocabulary
 from maxmeg.data.prepare.encoding import Column, Encoded
 from maxmeg.data.samples.sampling import shuffled
 
@@ -91,6 +92,8 @@ def merge(
     ((dtype, multimodal),) = kinds
     if multimodal and shuffle_seed is not None:
         raise ValueError("multimodal datasets are not shuffled: leave out --shuffle_documents")
+    identity = common_vocabulary(prefixes)
+    write_vocabulary(output, "")
     # A dataset is open only while it is copied: there may be thousands of datasets.
     with IndexedWriter(output, dtype=dtype, multimodal=multimodal, checksums=checksums) as writer:
         opened = (IndexedDataset(prefix, check=False, may_be_empty=True) for prefix in prefixes)
@@ -104,6 +107,7 @@ def merge(
                 writer.add_documents(column.tokens, column.lengths, column.ends)
                 report.documents += chunk.documents
         report.tokens = tokens
+    write_vocabulary(output, identity)
     return report
 
 
