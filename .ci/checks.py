@@ -194,11 +194,11 @@ class Checks:
 
     def run(self, name: str, environment: str, command: str, **settings: str) -> bool:
         """Run a part until it ends or the clock does, and add its row. True if it passed."""
+        command = command.format(draw=self.draw, folder=self.folder)
         shown = " ".join([*(f"{k}='{v}'" for k, v in settings.items()), command])
         print(f"\n== {name} (at {self.clock.spent():.0f} s): {shown}", flush=True)
         counts = self.folder / f"{slug(name)}.json"
         counts.unlink(missing_ok=True)
-        command = command.format(draw=self.draw, folder=self.folder)
         addopts = f"-q --tb=short --durations=15 --durations-min=2 --counts={counts}"
         begin = time.monotonic()
         process = self.start(environment, command, PYTEST_ADDOPTS=addopts, **settings)

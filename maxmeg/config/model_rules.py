@@ -143,7 +143,8 @@ def unread_problems(model: ModelConfig) -> Iterator[str]:
 
 
 def unread_settings(model: ModelConfig, paths: Iterable[str]) -> Iterator[str]:
-    """Settings that somebody has written, as by default or not, and that no layer reads."""
+    """Yield settings that were written explicitly, default values included, and that no layer
+    reads."""
     for group, mixers in READERS.items():
         name = f"model.{group}"
         written = [path for path in paths if path == name or path.startswith(f"{name}.")]

@@ -278,8 +278,6 @@ def write_all(
         key: output_prefix(output, key, options.split_sentences) for key in options.json_keys
     }
     report = Report(prefixes)
-    for prefix in prefixes.values():  # of an older corpus, which is replaced
-        write_vocabulary(prefix, "")
     with contextlib.ExitStack() as stack:
         writers = [
             stack.enter_context(
@@ -287,6 +285,8 @@ def write_all(
             )
             for prefix in prefixes.values()
         ]
+        for prefix in prefixes.values():  # of an older corpus, which is replaced
+            write_vocabulary(prefix, "")
         for chunk in encoded:
             for writer, column in zip(writers, chunk.columns, strict=True):
                 writer.add_documents(column.tokens, column.lengths, column.ends)

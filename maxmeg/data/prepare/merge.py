@@ -93,9 +93,9 @@ def merge(
     if multimodal and shuffle_seed is not None:
         raise ValueError("multimodal datasets are not shuffled: leave out --shuffle_documents")
     identity = common_vocabulary(prefixes)
-    write_vocabulary(output, "")
     # A dataset is open only while it is copied: there may be thousands of datasets.
     with IndexedWriter(output, dtype=dtype, multimodal=multimodal, checksums=checksums) as writer:
+        write_vocabulary(output, "")  # of an older corpus, which is replaced
         opened = (IndexedDataset(prefix, check=False, may_be_empty=True) for prefix in prefixes)
         if shuffle_seed is None:
             for dataset in opened:
