@@ -24,10 +24,10 @@ OVERHEAD = 0.05  # CPU-seconds that a further test costs at least
 
 
 def executed(path: str) -> dict[str, int]:
-    """Return test -> the lines and branches that it executes, as bits; "": outside of tests.
+    """Return a bit set of executed lines and branches for each test; "" is code outside of tests.
 
-    A branch is a pair of lines (from, to) of which the first leads to several. Reads the tables of
-    coverage's data file, which its documentation describes.
+    A branch is a jump from a line that has several possible next lines. Reads the SQLite tables of
+    coverage's data file; coverage documents their schema.
     """
     database = sqlite3.connect(path)
     contexts = dict(database.execute("select id, context from context"))

@@ -285,8 +285,8 @@ def main(
     objective: Objective | None = None,
     prepare: Callable[[Config], Config] = lambda config: config,
 ) -> None:
-    """Train. source, objective: instead of those that the settings in config.data name. prepare:
-    called when the run folder is locked, returns the config to train."""
+    """Train a run. source, objective: replace the data and the loss that config.data selects.
+    prepare: called once the run folder is locked; returns the config to train with."""
     set_up(config, os.path.join(os.path.abspath(config.run_dir), files.COMPILE_CACHE))
     interrupt = Interrupt(config.train.exit_after_minutes)
     with interrupt, Watchdog(config) as watchdog, lock_run(config.run_dir) as lock:

@@ -43,7 +43,7 @@ class SaveError(OSError):
 
 
 class NoCheckpointError(ValueError):
-    """There is no checkpoint of a step."""
+    """The requested step has no checkpoint."""
 
 
 class Checkpointer:

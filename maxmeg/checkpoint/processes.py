@@ -17,8 +17,8 @@ from maxmeg.parallel import multihost
 
 T = TypeVar("T")
 
-# The types that an exception keeps on all processes; others become a RuntimeError. If processes
-# raise different ones, the first of these counts: damage is what no other error explains.
+# Exception types that are raised unchanged on all processes; others become a RuntimeError. If
+# processes raise different types, the first in this table is raised: out of memory before damage.
 KINDS: dict[str, type[Exception]] = {
     "MemoryError": MemoryError,
     "JaxRuntimeError": jax.errors.JaxRuntimeError,
@@ -132,7 +132,8 @@ class Processes:
 
 
 class Problem(NamedTuple):
-    """An exception as other processes get it. number: of an OSError, else 0."""
+    """An exception in a form that can be sent to other processes. number: errno of an OSError, or
+    0."""
 
     kind: str
     text: str
@@ -154,7 +155,7 @@ class Problem(NamedTuple):
 
 
 def worst(problems: Mapping[int, Problem]) -> Problem | None:
-    """The problems of all processes as one, of the kind that comes first in KINDS."""
+    """Combine the errors of all processes into one, whose kind comes first in KINDS."""
     if not problems:
         return None
     kinds = [*KINDS, ""]

@@ -143,8 +143,7 @@ def unread_problems(model: ModelConfig) -> Iterator[str]:
 
 
 def unread_settings(model: ModelConfig, paths: Iterable[str]) -> Iterator[str]:
-    """Yield settings that were written explicitly, default values included, and that no layer
-    reads."""
+    """Yield an error for explicitly set fields, even at their default, that no layer reads."""
     for group, mixers in READERS.items():
         name = f"model.{group}"
         written = [path for path in paths if path == name or path.startswith(f"{name}.")]

@@ -189,6 +189,14 @@ def test_missing_file_is_damage(two_steps):
         checkpointer.restore(2, abstract(trees[2]))
 
 
+def test_appended_bytes_are_damage(two_steps):
+    checkpointer, trees = two_steps
+    (bad,) = [p for p in files_of(checkpointer, 2) if "model.zeros/c/0/0" in str(p)]
+    bad.write_bytes(bad.read_bytes() + b"x")
+    with pytest.raises(CorruptCheckpointError, match=r"tensor model/zeros has CRC-32 .* bytes"):
+        checkpointer.restore(2, abstract(trees[2]))
+
+
 def test_damage_before_the_write_is_found_by_digests(two_steps):
     """The files are as they were written, yet not what the devices held."""
     checkpointer, trees = two_steps

@@ -10,7 +10,7 @@ from key_value_store import KeyValueStore
 from maxmeg.inference import followers
 from maxmeg.parallel import multihost
 
-STRANGERS = 40  # each of which would hold the start for 10 s if they took turns
+STRANGERS = 40  # unknown connections; handled one after another, each would delay startup by 10 s
 
 
 @pytest.mark.timeout(120)

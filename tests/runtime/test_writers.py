@@ -8,6 +8,7 @@ import types
 
 import pytest
 
+from maxmeg.runtime.metrics import plots
 from maxmeg.runtime.metrics.names import grouped
 from maxmeg.runtime.metrics.plots import LossPlot, plot_loss, validation_words
 from maxmeg.runtime.metrics.writers import JsonlWriter, TensorBoardWriter, WandbWriter, writer_hook
@@ -152,6 +153,16 @@ def test_wandb_continues_the_run_of_its_folder(tmp_path, monkeypatch):
     assert calls[1:3] == [(3, {"train/loss": 1.0}), "finish"]
     assert calls[0]["id"] == calls[3]["id"] and calls[0]["resume"] == "allow"
     assert calls[0]["project"] == "project" and calls[0]["config"] == {"seed": 1}
+
+
+def test_a_curve_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    write(tmp_path / "metrics.jsonl", range(1, 4))
+    monkeypatch.setattr(plots, "write_atomically", full)
+    shown = plots.write_plots(str(tmp_path))
+    assert shown == {"loss curve": "not drawn: [Errno 28] No space left on device"}
 
 
 def test_the_curve_is_drawn_at_validations_and_the_last_one_is_told(tmp_path):

@@ -97,7 +97,7 @@ def test_no_request_makes_a_server_error(server, tmp_path):
     """schemathesis, from the schema that the server publishes."""
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"]
     command += ["--checks=not_a_server_error", "--max-examples=20", "--seed=1", "--no-color"]
-    command += ["--phases=examples,coverage,fuzzing"]
+    command += ["--phases=examples,coverage,fuzzing", "--request-timeout=120"]  # busy machines
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-1000:]
     assert server.ask("/health").status == 200

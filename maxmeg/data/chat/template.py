@@ -146,7 +146,7 @@ def close_idle() -> None:
 def run_child(request: dict, source: str) -> dict[str, typing.Any]:
     """The answer of a renderer; ValueError where the template exceeded its limits."""
     answer = None
-    for _ in range(1 + MOST_IDLE):  # the machine may have killed those that were idle
+    for _ in range(1 + MOST_IDLE):  # idle processes may have been killed
         try:
             with borrowed() as renderer:
                 answer = renderer.ask(request)

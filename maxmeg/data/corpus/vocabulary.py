@@ -19,7 +19,7 @@ log = logging.getLogger("maxmeg")
 
 
 def write_vocabulary(prefix: str, identity: str) -> None:
-    """Write the identity of the tokenizer; empty: remove the file, nobody knows it."""
+    """Write the tokenizer's identity; an empty identity removes the file."""
     path = Path(prefix + SUFFIX)
     if identity:
         write_atomically(path, json.dumps({"identity": identity}).encode() + b"\n")
@@ -39,8 +39,8 @@ def vocabulary_of(prefix: str) -> str:
 
 
 def common_vocabulary(prefixes: Sequence[str]) -> str:
-    """Return the identity that these corpora share; empty if one does not say it. ValueError if
-    they were written by different tokenizers."""
+    """Return the tokenizer identity that these corpora share; empty if one has no such file.
+    ValueError if they were written by different tokenizers."""
     found = {prefix: vocabulary_of(prefix) for prefix in prefixes}
     known = {identity: prefix for prefix, identity in found.items() if identity}
     if len(known) > 1:
@@ -57,8 +57,11 @@ def _exists(path: str) -> bool:
 
 
 def check_vocabularies(names: Sequence[str], tokenizer: Tokenizer, warns: bool) -> None:
-    """ValueError for a corpus that another tokenizer has written. names: prefixes of corpora, and
-    files of texts, which any tokenizer reads. warns: of corpora that do not say which."""
+    """ValueError for a corpus that was written with another tokenizer.
+
+    names: prefixes of corpora; names of text files are ignored. warns: whether to log a warning for
+    corpora without a .tokenizer file.
+    """
     unknown = []
     for prefix in (name for name in names if _exists(f"{name}.idx")):
         identity = vocabulary_of(prefix)

@@ -22,7 +22,7 @@ from maxmeg.runtime.faults.peers import Failure, leave, publish
 LOCK = "lock"  # in the run folder while a run writes to it
 HEARTBEAT_SECONDS = 10
 STALE_SECONDS = 60  # after this time without a heartbeat, a holder on another host has ended
-SETTLE_SECONDS = 2  # within which two runs that take over one lock see which of them has it
+SETTLE_SECONDS = 2  # wait after a takeover; of several concurrent takeovers the last one wins
 _log = logging.getLogger(__name__)
 
 
