@@ -11,8 +11,10 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from maxmeg.checkpoint.places import place_of, steps_in
 from maxmeg.checkpoint.processes import Processes
 from maxmeg.config import files
+from maxmeg.config.files import checkpoint_folder
 from maxmeg.config.model import DType
 from maxmeg.config.named import load_config
 from maxmeg.config.schema import Config
@@ -36,7 +38,6 @@ from maxmeg.planning.hardware import parse_cluster
 from maxmeg.planning.show.text import Plan
 from maxmeg.runtime.gpu_environment import set_gpu_environment
 from maxmeg.runtime.platform import choose_platform
-from maxmeg.state import CHECKPOINTS
 from maxmeg.train import main as run_training
 
 __all__ = ["LanguageModel", "capture", "config", "engine", "load", "plan", "train"]
@@ -158,8 +159,8 @@ def write_documents(config: Config, documents: Sequence[str] | Sequence[np.ndarr
     prefix = folder / f"documents-{digest(tokenizer.identity, *rows)}"
     if prefix.with_suffix(".idx").exists():
         return str(prefix)
-    checkpoints = Path(config.run_dir, CHECKPOINTS)
-    if [*folder.glob("documents*.idx")] and checkpoints.is_dir() and any(checkpoints.iterdir()):
+    steps = steps_in(place_of(checkpoint_folder(config)))
+    if steps and [*folder.glob("documents*.idx")]:
         raise ValueError(
             f"the run in {config.run_dir} was trained on other documents than data: set another "
             "run_dir, or give the same documents to resume it"

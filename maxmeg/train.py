@@ -52,7 +52,7 @@ from maxmeg.runtime.metrics.summary import print_resumed, summary
 from maxmeg.runtime.observe import Observer
 from maxmeg.runtime.screen import say, width
 from maxmeg.runtime.slurm import resuming_words, warn_of_late_save
-from maxmeg.state import CHECKPOINTS, evaluated_model, orders_of, parameter_rows, to_tree
+from maxmeg.state import evaluated_model, orders_of, parameter_rows, to_tree
 
 
 class Run:
@@ -76,7 +76,7 @@ class Run:
         self.base: dict = {}  # identity of the frozen base, set when the state is there
         self.program = Program(config, self.tokenizer.byte_lengths(), objective)
         self.checkpointer = Checkpointer(
-            os.path.join(config.run_dir, CHECKPOINTS),
+            files.checkpoint_folder(config),
             keep_last=config.checkpoint.keep_last,
             keep_every=config.checkpoint.keep_every,
             asynchronous=config.checkpoint.asynchronous,
@@ -214,7 +214,7 @@ def finish(run: Run, state) -> None:
     for title, path in write_plots(config.run_dir).items():
         print(f"{title}: {path}")
     if saved:
-        print(f"checkpoint: {os.path.join(config.run_dir, CHECKPOINTS)}, step {step}")
+        print(f"checkpoint: {files.checkpoint_folder(config)}, step {step}")
     if not done:
         print(f"stopped after step {step}; {resuming_words()}")
 
@@ -262,7 +262,7 @@ def dry_run(config: Config) -> None:
     with tempfile.TemporaryDirectory() as folder:
         run = Run(with_fields(config, {"run_dir": folder}))
         settings = with_fields(run.config, {"run_dir": config.run_dir})
-        checkpoints = Checkpointer(os.path.join(config.run_dir, CHECKPOINTS))
+        checkpoints = Checkpointer(files.checkpoint_folder(settings))
         identity = run.tokenizer.identity
         resumed = check_start(settings, checkpoints, run.program.abstract, identity)
         step, metadata = (resumed.step, resumed.metadata) if resumed else (0, {})

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import logging
-import os
 import typing
 
 import jax
@@ -25,7 +24,6 @@ from maxmeg.optim.storage import whole
 from maxmeg.parallel.host import to_device
 from maxmeg.parallel.trainable import frozen, joined, trained, without
 from maxmeg.state import (
-    CHECKPOINTS,
     VOCABULARY_TABLES,
     TrainState,
     from_disk,
@@ -134,7 +132,7 @@ def restored_base(config: Config, model: LM, base: Base) -> LM:
 def initial_source(config: Config) -> Checkpointer:
     """Return the checkpoints of checkpoint.init_from."""
     return Checkpointer(
-        os.path.join(config.checkpoint.init_from, CHECKPOINTS),
+        files.checkpoints_of(config.checkpoint.init_from),
         timeout_seconds=config.checkpoint.timeout_seconds,
     )
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxmeg.checkpoint.places import MANIFEST, sizes_of
 from maxmeg.parallel.host import is_on_host, to_device
+from maxmeg.runtime.object_storage import is_remote
 
-MANIFEST = "manifest.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 1: files without a CRC-32C of their own; the manifest has their CRC-32
 _READ_BYTES = 1 << 20
 _AXIS_ODD = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1, 0xD3A2646D, 0xFD7046C5)
 
@@ -42,6 +43,8 @@ class Tensor:
 @dataclasses.dataclass(frozen=True)
 class Manifest:
     """Contents of a checkpoint: tensors by path, (size, CRC-32 or "") of files by relative name.
+
+    Files of arrays that TensorStore has written have "": they end with a CRC-32C.
 
     digest: SHA-256 of the manifest's own file, which identifies the checkpoint; "" before it is
     written.
@@ -172,31 +175,22 @@ def finish_digests(digests: Mapping[str, jax.Array]) -> dict[str, str]:
     return {path: render_digest(np.asarray(digest)) for path, digest in digests.items()}
 
 
-def list_files(folder: Path) -> list[str]:
-    """Return the sorted relative names of a checkpoint's files, without the manifest."""
-    names = [
-        os.path.relpath(os.path.join(root, name), folder).replace(os.sep, "/")
-        for root, _, files in os.walk(folder)
-        for name in files
-    ]
-    return sorted(name for name in names if name != MANIFEST)
-
-
 def _checksum(path: Path) -> tuple[int, str]:
     size = crc = 0
-    with path.open("rb", buffering=0) as file:
-        block = memoryview(bytearray(_READ_BYTES))
-        while count := file.readinto(block):
-            size += count
-            crc = zlib.crc32(block[:count], crc)
+    with path.open("rb") as file:
+        while block := file.read(_READ_BYTES):
+            size += len(block)
+            crc = zlib.crc32(block, crc)
     return size, f"{crc:08x}"
 
 
-def checksum_files(folder: Path, names: Iterable[str]) -> dict[str, tuple[int, str]]:
-    """Return (size, CRC-32) of files as they are on disk; OSError if one cannot be read."""
-    names = list(names)
+def describe_files(folder: Path, checked: Callable[[str], bool]) -> dict[str, tuple[int, str]]:
+    """Return (size, CRC-32) of all files by relative name, "" for those that are not `checked`."""
+    sizes = sizes_of(folder)
+    names = [name for name in sizes if checked(name)]
     with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        return dict(zip(names, pool.map(lambda n: _checksum(folder / n), names), strict=True))
+        sums = dict(zip(names, pool.map(lambda n: _checksum(folder / n), names), strict=True))
+    return {name: sums.get(name, (size, "")) for name, size in sorted(sizes.items())}
 
 
 def tensor_of(name: str, tensors: Mapping[str, Tensor]) -> str:
@@ -206,8 +200,16 @@ def tensor_of(name: str, tensors: Mapping[str, Tensor]) -> str:
     return path if path in tensors else ""
 
 
+def _held(folder: Path, manifest: Manifest, name: str) -> str:
+    path = tensor_of(name, manifest.tensors)
+    held = f"of tensor {path}" if path else "which describes all tensors,"
+    return f"file {folder / name} {held}"
+
+
 def verify_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Compare files with the manifest; CorruptCheckpointError naming file and tensor."""
+    """Compare files with the checksums in the manifest, which of those that TensorStore writes and
+    checks are empty; CorruptCheckpointError naming file and tensor."""
+    names = [name for name in names if manifest.files[name][1]]
 
     def problem(name: str) -> str:
         size, crc = manifest.files[name]
@@ -216,12 +218,10 @@ def verify_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None
         except FileNotFoundError:
             found = "is missing"
         else:
-            if now == (size, crc or now[1]):
+            if now == (size, crc):
                 return ""
-            found = f"has CRC-32 {now[1]} and {now[0]} bytes instead of {crc or 'any'} and {size}"
-        path = tensor_of(name, manifest.tensors)
-        holds = f"of tensor {path}" if path else "which describes all tensors,"
-        return f"file {folder / name} {holds} {found}"
+            found = f"has CRC-32 {now[1]} and {now[0]} bytes instead of {crc} and {size}"
+        return f"{_held(folder, manifest, name)} {found}"
 
     with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         problems = [text for text in pool.map(problem, names) if text]
@@ -231,14 +231,13 @@ def verify_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None
 
 def verify_sizes(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
     """CorruptCheckpointError for files of another size than when they were written."""
+    names = list(names)
+    sizes = sizes_of(folder, names)
 
     def problem(name: str) -> str:
-        try:
-            size = (folder / name).stat().st_size
-        except FileNotFoundError:
-            return f"file {folder / name} is missing"
-        wanted, _ = manifest.files[name]
-        return "" if size == wanted else f"file {folder / name} has {size} bytes, not {wanted}"
+        size, wanted = sizes.get(name), manifest.files[name][0]
+        found = "is missing" if size is None else f"has {size} bytes, not {wanted}"
+        return "" if size == wanted else f"{_held(folder, manifest, name)} {found}"
 
     if problems := [text for text in map(problem, names) if text]:
         raise CorruptCheckpointError(some(problems, "; "))
@@ -253,11 +252,7 @@ def verify_digests(folder: Path, manifest: Manifest, digests: Mapping[str, str])
             for path in bad[:8]
         }
         places = "; ".join(f"tensor {p} in {(folder / name).parent}" for p, name in files.items())
-        known = any(crc for _, crc in manifest.files.values())
-        raise CorruptCheckpointError(
-            f"{places}: values differ from those that were saved"
-            + (", though the files are as they were written" if known else "")
-        )
+        raise CorruptCheckpointError(f"{places}: values differ from those that were saved")
 
 
 def _render(body: Mapping[str, Any]) -> bytes:
@@ -270,10 +265,16 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest and flush it to the disk."""
     body = {"version": FORMAT_VERSION, **dataclasses.asdict(manifest)}
     del body["digest"]
-    with (folder / MANIFEST).open("wb") as file:
-        file.write(_render(body))
-        file.flush()
-        os.fsync(file.fileno())
+    write_file(folder / MANIFEST, _render(body))
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a small file, and flush it to the disk."""
+    with path.open("wb") as file:
+        file.write(data)
+        if not is_remote(path):
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -294,10 +295,10 @@ def read_manifest(folder: Path) -> Manifest:
         raise CorruptCheckpointError(f"file {path} is no manifest: {error!r}") from error
     if not intact:
         raise CorruptCheckpointError(f"file {path} does not match its checksum")
-    if body["version"] != FORMAT_VERSION:
+    if body["version"] not in range(1, FORMAT_VERSION + 1):
         raise ValueError(
-            f"{path} has format version {body['version']}, this program reads {FORMAT_VERSION}:"
-            " load it with the version of maxmeg that wrote it"
+            f"{path} has format version {body['version']}, this program reads 1 to "
+            f"{FORMAT_VERSION}: load it with the version of maxmeg that wrote it"
         )
     tensors = {
         name: Tensor(tuple(t["shape"]), t["dtype"], t["digest"])

@@ -1,35 +1,35 @@
 """Save and restore the state of a run: asynchronously, atomically, verified, on any mesh.
 
-FOLDER/step_00000100/manifest.json   metadata, digests of tensors, checksums of files
+FOLDER/step_00000100/manifest.json   metadata, digests of tensors, sizes of files
 FOLDER/step_00000100/arrays/         an Orbax checkpoint: a Zarr array per tensor
-FOLDER/step_00000200.tmp/            a save in progress, or one that was interrupted
+FOLDER/step_00000200.orbax-checkpoint-tmp/   a save in progress, or one that was interrupted
 """
 
+import functools
 import json
 import logging
 import os
-import re
-import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from maxmeg.checkpoint import integrity, storage
 from maxmeg.checkpoint.integrity import CorruptCheckpointError, Manifest, Tensor
+from maxmeg.checkpoint.places import ARRAYS, MANIFEST, place_of, refresh, steps_in
 from maxmeg.checkpoint.processes import TIMEOUT_SECONDS, Processes, describe
 from maxmeg.checkpoint.restore import check_tree, read_tree
 from maxmeg.checkpoint.storage import Order
 from maxmeg.config.errors import TRANSIENT
 from maxmeg.config.schema import Verify
 
-ARRAYS = "arrays"
-_OLD = ".old"
-_STEP = re.compile(r"step_(\d{8,})")
+if TYPE_CHECKING:
+    from maxmeg.checkpoint.folders import Saving
+
 RETRY_SECONDS = (1, 4, 16)
 _VISIBLE_SECONDS = 90  # a network file system may show a new file to other hosts a minute later
 _log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class Checkpointer:
             raise ValueError(
                 f"keep_last={keep_last} must be >= 1 and keep_every={keep_every} must be >= 0"
             )
-        self.folder = Path(folder).absolute()
+        self.folder = place_of(folder)
         self.last_error: Exception | None = None
         self.seconds: float | None = None  # duration of the last save, until it was published
         self._keep_last = keep_last
@@ -109,60 +109,48 @@ class Checkpointer:
             raise ValueError(f"checkpoint metadata must be JSON-serializable: {error}") from error
         self.wait()
         begin = time.monotonic()
-        temporary = self.folder_of(step).with_suffix(".tmp")
-        try:
-            self.processes.together("begin", lambda: self.begin(temporary), SaveError)
-        except Exception as error:
-            return self._failed(step, error)
-        problem, chunks, digests = None, [], {}
-        try:
-            chunks = storage.take_snapshot(leaves, orders)
-        except Exception as error:  # `write` raises it on all processes
-            problem = error
-        try:  # also after a problem: a computation over all processes hangs if one is missing
-            digests = integrity.start_digests(leaves, orders)
-        except Exception as error:
-            problem = problem or error
-        infos = {p: storage.info_of(x, orders.get(p)) for p, x in leaves.items()}
-        shapes = {p: storage.chunk_shape(x, orders.get(p)) for p, x in leaves.items()}
-        rendered: dict[str, str] = {}
+        contents = _Contents(leaves, orders)
         del leaves
+        saving: list[Saving] = []  # of process 0
 
-        def write() -> dict[str, tuple[int, str]]:
-            if problem is not None:
-                raise problem
-            arrays = temporary / ARRAYS
-            written = storage.write(arrays, chunks, self._verify)
-            chunks.clear()  # frees the snapshot
-            rendered.update(integrity.finish_digests(digests))
-            if self.processes.primary:
-                described = {
-                    f"{storage.tensor_folder(p)}/zarr.json": storage.describe(info, shapes[p])
-                    for p, info in infos.items()
-                }
-                described[storage.TREE] = storage.describe_tree(infos)
-                for name, data in described.items():
-                    written[name] = storage.write_file(arrays / name, data, self._verify)
-            return {f"{ARRAYS}/{name}": sums for name, sums in written.items()}
+        def start() -> str:
+            saving.append(self.start(step))
+            return str(saving[0].arrays)
 
-        def commit() -> bool:
+        def publish(tensors: dict[str, Tensor]) -> None:
+            for each in saving:
+                self.before_publish()
+                each.publish(Manifest(step, metadata, tensors, {}))
+
+        try:
+            arrays = place_of(self.processes.broadcast("begin", start, SaveError))
+        except Exception as error:
+            return self._failed(step, error, saving)
+
+        def finish() -> bool:
+            write = functools.partial(contents.write, arrays, self._verify, bool(saving))
             try:
-                parts = self.processes.gather("written", write, SaveError)
-                files = {n: (size, crc) for part in parts for n, (size, crc) in part.items()}
-                tensors = {p: Tensor(i.shape, str(i.dtype), rendered[p]) for p, i in infos.items()}
-                self.publish(Manifest(step, metadata, tensors, files), temporary)
+                tensors = self.processes.together("written", write, SaveError)
+                self.processes.together("publish", lambda: publish(tensors), SaveError)
             except Exception as error:
-                return self._failed(step, error, temporary)
+                return self._failed(step, error, saving)
             self.last_error, self.seconds = None, time.monotonic() - begin
             self._corrupt.discard(step)
-            self._prune(step)
             return True
 
-        if problem is not None or not self._asynchronous:
-            return commit()
-        self._thread = threading.Thread(target=commit, name="checkpoint")
+        if contents.problem is not None or not self._asynchronous:
+            return finish()
+        self._thread = threading.Thread(target=finish, name="checkpoint")
         self._thread.start()
         return True
+
+    def start(self, step: int) -> "Saving":
+        """Create the temporary folder of a step's checkpoint, on one process."""
+        from maxmeg.checkpoint.folders import Retention, Saving  # a second
+
+        damaged = self._corrupt - {step}
+        retention = Retention(step, self._keep_last, self._keep_every, damaged)
+        return Saving(self.folder, retention)
 
     def wait(self) -> bool:
         """Wait for the save in the background. Returns False if the last save failed."""
@@ -182,12 +170,7 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """Return the steps with a complete checkpoint, oldest first."""
-        try:
-            names = os.listdir(self.folder)
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        matches = (_STEP.fullmatch(name.removesuffix(_OLD)) for name in names)
-        return sorted({int(match[1]) for match in matches if match})
+        return steps_in(self.folder)
 
     def manifest(self, step: int) -> Manifest:
         """Return the verified manifest of a step, the same on all processes; read no array.
@@ -204,19 +187,20 @@ class Checkpointer:
         trains meanwhile has replaced a checkpoint by a newer one.
         """
         self.wait()
-        problems = []
-        steps = self.processes.broadcast("steps", self.steps)
+        problems: dict[int, str] = {}
+        listed = steps = self.processes.broadcast("steps", self.steps)
         while steps:
-            step = steps.pop()
+            step, steps = steps[-1], steps[:-1]
             try:
                 found = use(step, self.manifest(step))
             except (CorruptCheckpointError, FileNotFoundError, NoCheckpointError) as error:
-                if self.processes.broadcast("gone", lambda s=step: not self._existing(s).exists()):
-                    steps = self.processes.broadcast("steps", self.steps)
+                now = self.processes.broadcast("steps", self.steps)
+                if step not in now or now[-1] > listed[-1]:  # a run deletes it, or soon will
+                    listed, steps = now, [other for other in now if other not in problems]
                     continue
                 if not isinstance(error, CorruptCheckpointError):
                     raise
-                problems.append(f"step {step}: {error}")
+                problems[step] = f"step {step}: {error}"
                 self._corrupt.add(step)
                 self._alarm(
                     "CHECKPOINT OF STEP %d IS DAMAGED, trying an older one: %s", step, error
@@ -228,7 +212,7 @@ class Checkpointer:
         if problems:
             raise CorruptCheckpointError(
                 f"all {len(problems)} checkpoints in {self.folder} are damaged: "
-                f"{' | '.join(problems)}; to start anew, choose another folder"
+                f"{' | '.join(problems.values())}; to start anew, choose another folder"
             )
         return None
 
@@ -256,9 +240,9 @@ class Checkpointer:
         resizable, orders = resizable or {}, orders or {}
         check_tree(manifest, wanted, resizable, orders, partial)
         names = [n for n in manifest.files if integrity.tensor_of(n, manifest.tensors) in wanted]
+        names += [name for name in manifest.files if name == f"{ARRAYS}/{storage.TREE}"]
         share = names[self.processes.index :: self.processes.count]
-        described = [name for name in names if name.endswith("/zarr.json")]
-        described += [name for name in manifest.files if name == f"{ARRAYS}/{storage.TREE}"]
+        described = [name for name in share if storage.describes(name)]
         try:
             self._together("sizes", lambda: integrity.verify_sizes(folder, manifest, share))
             self._together("describe", lambda: integrity.verify_files(folder, manifest, described))
@@ -272,12 +256,6 @@ class Checkpointer:
         """Return the folder of a step's checkpoint."""
         return self.folder / f"step_{step:08d}"
 
-    def _existing(self, step: int) -> Path:
-        """Return the step's folder, or its `.old` folder after a crash between two renames."""
-        folder = self.folder_of(step)
-        old = folder.with_suffix(_OLD)
-        return old if old.exists() and not folder.exists() else folder
-
     def find(self, step: int) -> tuple[Path, Manifest]:
         """Return the folder of a step, as process 0 chooses it, and its manifest.
 
@@ -285,9 +263,9 @@ class Checkpointer:
         """
 
         def decide() -> tuple[str, str, list[int]]:
-            folder = self._existing(step)
-            if not folder.exists():
-                return "", "", self.steps()
+            folder = self.folder_of(step)
+            if step not in (steps := self.steps()):
+                return "", "", steps
             return folder.name, retried(lambda: integrity.read_manifest(folder)).digest, []
 
         name, digest, steps = self.processes.broadcast("newest", decide)
@@ -296,9 +274,10 @@ class Checkpointer:
         folder = self.folder / name
 
         def read() -> Manifest:
-            path, end = folder / integrity.MANIFEST, time.monotonic() + _VISIBLE_SECONDS
+            path, end = folder / MANIFEST, time.monotonic() + _VISIBLE_SECONDS
             while not path.exists() and time.monotonic() < end:
                 time.sleep(1)
+                refresh(folder)
             manifest = integrity.read_manifest(folder)
             if manifest.digest != digest:
                 raise CorruptCheckpointError(f"file {path} is not the one that process 0 reads")
@@ -314,53 +293,6 @@ class Checkpointer:
     def _together(self, tag: str, function: Callable[[], Any]) -> Any:
         return self.processes.together(tag, lambda: retried(function))
 
-    def begin(self, temporary: Path) -> None:
-        """Remove the leftovers of interrupted saves, and create the new folder."""
-        if not self.processes.primary:
-            return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for path in self.folder.iterdir():
-            if path.suffix == _OLD and not path.with_suffix("").exists():
-                path.rename(path.with_suffix(""))
-            elif path.suffix in (_OLD, ".tmp") and _STEP.match(path.name):
-                shutil.rmtree(path, ignore_errors=True)
-        (temporary / ARRAYS).mkdir(parents=True)
-
-    def publish(self, manifest: Manifest, temporary: Path) -> None:
-        """Write the manifest and rename the folder, which makes it a checkpoint."""
-        processes = self.processes
-
-        def publish() -> None:
-            if not processes.primary:
-                return
-            self.before_publish()
-            integrity.write_manifest(temporary, manifest)
-            _flush(temporary)
-            folder = self.folder_of(manifest.step)
-            if folder.exists():
-                folder.rename(folder.with_suffix(_OLD))
-            temporary.rename(folder)
-            _flush(self.folder)
-            integrity.read_manifest(folder)
-            shutil.rmtree(folder.with_suffix(_OLD), ignore_errors=True)
-
-        processes.together("publish", publish, SaveError)
-
-    def _prune(self, saved: int) -> None:
-        """Delete checkpoints older than the saved one, by keep_last and keep_every."""
-        if not self.processes.primary:
-            return
-        try:
-            past = [step for step in self.steps() if step <= saved]
-            intact = [step for step in past if step not in self._corrupt]
-            kept = set(intact[-self._keep_last :])
-            for step in past:
-                if step not in kept and not (self._keep_every and step % self._keep_every == 0):
-                    folder = self.folder_of(step)
-                    shutil.rmtree(folder.rename(folder.with_suffix(".deleted.tmp")))
-        except OSError as error:
-            _log.error("OLD CHECKPOINTS IN %s WERE NOT DELETED: %s", self.folder, error)
-
     def _newest(self) -> str:
         """Return "step N" for the newest step that is not known to be damaged, or "unknown"."""
         try:
@@ -369,7 +301,7 @@ class Checkpointer:
             kept = []
         return f"step {kept[-1]}" if kept else "unknown"
 
-    def _failed(self, step: int, error: Exception, temporary: Path | None = None) -> bool:
+    def _failed(self, step: int, error: Exception, saving: "list[Saving]") -> bool:
         self.last_error = error
         self._alarm(
             "CHECKPOINT OF STEP %d WAS NOT SAVED, training continues; the last good one is %s: %s."
@@ -379,9 +311,38 @@ class Checkpointer:
             describe(error),
             self.folder,
         )
-        if temporary is not None and self.processes.primary:
-            shutil.rmtree(temporary, ignore_errors=True)
+        for each in saving:
+            each.give_up()
         return False
+
+
+class _Contents:
+    """Copies of the arrays that this process writes, and digests of all; or the problem that they
+    could not be made, which `write` raises on all processes."""
+
+    def __init__(self, leaves: Mapping[str, jax.Array], orders: Mapping[str, Order]) -> None:
+        self.problem: Exception | None = None
+        self._digests: dict[str, jax.Array] = {}
+        try:
+            self._snapshot = storage.take_snapshot(leaves, orders)
+        except Exception as error:
+            self.problem = error
+        try:  # also after a problem: a computation over all processes hangs if one is missing
+            self._digests = integrity.start_digests(leaves, orders)
+        except Exception as error:
+            self.problem = self.problem or error
+
+    def write(self, arrays: Path, verify: Verify, describes: bool) -> dict[str, Tensor]:
+        """Write the copies, and free them; return all tensors' entries in the manifest."""
+        if self.problem is not None:
+            raise self.problem
+        storage.write(arrays, self._snapshot, verify, describe=describes)
+        self._snapshot.pieces.clear()
+        digests = integrity.finish_digests(self._digests)
+        return {
+            path: Tensor(info.shape, str(info.dtype), digests[path])
+            for path, info in self._snapshot.tensors.items()
+        }
 
 
 def retried(function: Callable[[], T]) -> T:
@@ -395,15 +356,6 @@ def retried(function: Callable[[], T]) -> T:
             _log.warning("%s: trying again in %d s", error, seconds)
             time.sleep(seconds)
     return function()
-
-
-def _flush(folder: Path) -> None:
-    """Flush the renames in a folder to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _saveable(tree: Tree, num_processes: int) -> dict[str, jax.Array]:

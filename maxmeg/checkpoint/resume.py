@@ -1,7 +1,6 @@
 """The state that a run starts from: its newest checkpoint, another run's, or a new state."""
 
 import dataclasses
-import os
 import typing
 from collections.abc import Iterable
 
@@ -22,6 +21,7 @@ from maxmeg.checkpoint.integrity import Manifest, flatten
 from maxmeg.checkpoint.manager import Checkpointer
 from maxmeg.checkpoint.restore import HISTORY, check_tree
 from maxmeg.checkpoint.storage import disk_shape
+from maxmeg.config import files
 from maxmeg.config.initial import first_difference
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.schema import Config, Moments
@@ -29,7 +29,6 @@ from maxmeg.optim.build import make_optimizer
 from maxmeg.optim.scaling import Scaler, first_scaler
 from maxmeg.parallel.trainable import joined, saved, trained
 from maxmeg.state import (
-    CHECKPOINTS,
     VOCABULARY_TABLES,
     TrainState,
     abstract_state,
@@ -119,7 +118,7 @@ def resumed_source(config: Config, checkpointer: Checkpointer) -> Checkpointer |
     """Return the checkpoints that a run resumes, as process 0 chooses: its own, else those of
     checkpoint.load; None for a new run."""
     load = Checkpointer(
-        os.path.join(config.checkpoint.load, CHECKPOINTS),
+        files.checkpoints_of(config.checkpoint.load),
         timeout_seconds=config.checkpoint.timeout_seconds,
     )
 

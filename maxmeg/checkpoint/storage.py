@@ -1,39 +1,52 @@
-"""Write and read the arrays of a tree: one Zarr array per tensor, one file per chunk.
+"""Write and read the arrays of a tree with TensorStore: a Zarr array per tensor, a file per chunk.
 
 Every process writes chunks of the shards on its own devices, and reads the chunks that its
 devices need, without communication. Stacked arrays hold the layers in the model's order, without
-padding, whatever the pipeline. Files are uncompressed, because weights do not compress. The folder
-is an Orbax checkpoint of nested dicts (PyTreeCheckpointHandler, without OCDBT).
+padding, whatever the pipeline. Files are uncompressed, because weights do not compress, and end
+with a CRC-32C. The folder, local or at gs:// or s3://, is an Orbax checkpoint of nested dicts
+(PyTreeCheckpointHandler, without OCDBT).
 """
 
 import concurrent.futures
 import dataclasses
+import errno
+import functools
 import itertools
 import json
 import math
 import os
 import re
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from maxmeg.checkpoint.integrity import CorruptCheckpointError
+from maxmeg.checkpoint.integrity import CorruptCheckpointError, write_file
 from maxmeg.config.schema import Verify
+from maxmeg.parallel.host import is_on_host
 from maxmeg.pipeline.layout import Layout
+from maxmeg.runtime.object_storage import is_remote, key_value_store
 
 CHUNK_BYTES = 128 << 20  # a larger shard is cut into several files
-MIN_REPLICA_BYTES = 1 << 20  # a smaller shard is written by one of its replicas
+MIN_REPLICA_BYTES = 1 << 20  # replicas share the work of writing if each has as much to write
 _THREADS = 8
 TREE = "_METADATA"  # file in the folder of arrays, written by describe_tree
 DICT_KEY = 2  # Orbax's number for keys of dicts
-BYTES_CODEC = {"name": "bytes", "configuration": {"endian": "little"}}
+BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
 STACKED = re.compile(r"(?:^|\.)stack\.groups\.(\d+)\.")
+RETRIES = {"max_retries": 6, "initial_delay": "100ms", "max_delay": "2s"}
+CONTEXT = {
+    "file_io_locking": {"mode": "none"},  # each file has one writer
+    "gcs_request_retries": RETRIES,
+    "s3_request_retries": RETRIES,
+}
+# TensorStore's statuses for files that are not as they were written, and for refused access.
+DAMAGE = ("DATA_LOSS", "NOT_FOUND", "FAILED_PRECONDITION", "INVALID_ARGUMENT", "OUT_OF_RANGE")
+REFUSED = ("PERMISSION_DENIED", "UNAUTHENTICATED")
 Order = Sequence[int]  # the model's layer in each row of a stacked array; -1: padding
 T = TypeVar("T")
 U = TypeVar("U")
@@ -48,12 +61,23 @@ class TensorInfo:
 
 
 @dataclasses.dataclass(frozen=True)
-class Chunk:
-    """One file of a tensor: its name in the folder of arrays, and its slice of a shard."""
+class Piece:
+    """A part of a tensor, and the index of its first entry in the array in memory."""
 
-    name: str
-    shard: jax.Array | np.ndarray
-    inside: tuple[slice, ...]
+    path: str
+    start: tuple[int, ...]
+    data: jax.Array | np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """What a process writes of a tree: tensors and the shapes of their chunks by path, its pieces,
+    which are copies, and the orders of stacked arrays."""
+
+    tensors: dict[str, TensorInfo]
+    chunks: dict[str, tuple[int, ...]]
+    pieces: list[Piece]
+    orders: Mapping[str, Order]
 
 
 def row_orders(names: Iterable[str], layout: Layout) -> dict[str, tuple[int, ...]]:
@@ -72,6 +96,11 @@ def disk_shape(shape: tuple[int, ...], order: Order | None) -> tuple[int, ...]:
     return shape if order is None else (max(order) + 1, *shape[1:])
 
 
+def describes(name: str) -> bool:
+    """Whether a file describes an array or the tree, and holds no values."""
+    return name.rpartition("/")[2] in (TREE, "zarr.json")
+
+
 def tensor_folder(path: str) -> str:
     """Return the name of the folder that holds a tensor."""
     return path.replace("/", ".")
@@ -81,27 +110,83 @@ def info_of(array: jax.Array | jax.ShapeDtypeStruct, order: Order | None) -> Ten
     return TensorInfo(np.dtype(array.dtype), disk_shape(array.shape, order))
 
 
-def chunk_shape(array: jax.Array, order: Order | None) -> tuple[int, ...]:
+def take_snapshot(leaves: Mapping[str, jax.Array], orders: Mapping[str, Order]) -> Snapshot:
+    """Copy what this process writes, so that a step may donate the buffers.
+
+    On CPUs, where a host array would be the device's buffer, the copies are made asynchronously.
+    """
+    tensors = {path: info_of(array, orders.get(path)) for path, array in leaves.items()}
+    copies, on_cpu = _spread(leaves, orders), jax.default_backend() == "cpu"
+    chunks, pieces = {}, []
+    for path, leaf in leaves.items():
+        array = copies.get(path, leaf)
+        chunks[path] = _chunk_shape(array, orders.get(path))
+        for shard in (each for each in array.addressable_shards if each.replica_id == 0):
+            start = tuple(s.start or 0 for s in shard.index)
+            data = jnp.copy(shard.data) if on_cpu and path not in copies else shard.data
+            pieces.append(Piece(path, start, data))
+    if not on_cpu:
+        for piece in pieces:
+            piece.data.copy_to_host_async()
+        pieces = [dataclasses.replace(p, data=np.asarray(p.data)) for p in pieces]
+    return Snapshot(tensors, chunks, pieces, orders)
+
+
+def _spread(leaves: Mapping[str, jax.Array], orders: Mapping[str, Order]) -> dict[str, jax.Array]:
+    """Return copies of large replicated arrays in which each device holds the part that it writes:
+    no replica copies the whole array to the host. One program for each mesh, without
+    communication."""
+    meshes: dict[Any, dict[str, NamedSharding]] = {}
+    for path, array in leaves.items():
+        if (place := _divided(array, path in orders)) is not None:
+            meshes.setdefault(place.mesh, {})[path] = place
+    copies = {}
+    for places in meshes.values():
+        program = _copier(tuple(places.values()))
+        copies |= dict(zip(places, program([leaves[path] for path in places]), strict=True))
+    return copies
+
+
+def _divided(array: jax.Array, ordered: bool) -> NamedSharding | None:
+    """Return an array's sharding divided between its replicas, too; None if that changes nothing.
+
+    ordered: dimension 0 cannot be divided.
+    """
+    sharding = array.sharding
+    if not isinstance(sharding, NamedSharding) or is_on_host(array):
+        return None
+    spec = (*sharding.spec, *[None] * (array.ndim - len(sharding.spec)))
+    names = [(entry,) if isinstance(entry, str) else (*(entry or ()),) for entry in spec]
+    used, shape = {*itertools.chain(*names)}, [*sharding.shard_shape(array.shape)]
+    for name, size in sharding.mesh.shape.items():
+        enough = math.prod(shape) * array.dtype.itemsize >= size * MIN_REPLICA_BYTES
+        dims = (i for i in range(int(ordered), array.ndim) if shape[i] % size == 0)
+        if size > 1 and name not in used and enough and (dim := next(dims, None)) is not None:
+            names[dim] += (name,)
+            shape[dim] //= size
+    changed = shape != [*sharding.shard_shape(array.shape)]
+    return NamedSharding(sharding.mesh, PartitionSpec(*names)) if changed else None
+
+
+@functools.cache
+def _copier(places: tuple[NamedSharding, ...]) -> Callable[[list[jax.Array]], list[jax.Array]]:
+    return jax.jit(lambda arrays: [jnp.copy(x) for x in arrays], out_shardings=[*places])
+
+
+def _chunk_shape(array: jax.Array, order: Order | None) -> tuple[int, ...]:
     """Return the shape of a tensor's chunks, each of which lies within one shard.
 
-    Shards are cut further along their first dimensions, to bound the size of a chunk, and so
-    that replicas share the work of writing large shards.
+    Shards are cut further along their first dimensions, to bound the size of a chunk.
     """
     shape = list(array.sharding.shard_shape(array.shape))
     if order is not None:
         shape[0] = _rows_per_chunk(order, shape[0])
-    size = math.prod(shape) * array.dtype.itemsize
-    parts = max(-(-size // CHUNK_BYTES), min(_num_replicas(array), size // MIN_REPLICA_BYTES))
+    parts = -(-math.prod(shape) * array.dtype.itemsize // CHUNK_BYTES)
     for dim, length in enumerate(shape):
         divisor = next((n for n in range(min(parts, length), 1, -1) if length % n == 0), 1)
         shape[dim] //= divisor
         parts //= divisor
     return tuple(shape)
-
-
-def _num_replicas(array: jax.Array) -> int:
-    num_shards = math.prod(array.shape) // math.prod(array.sharding.shard_shape(array.shape))
-    return len(array.sharding.device_set) // num_shards
 
 
 def _rows_per_chunk(order: Order, rows: int) -> int:
@@ -116,94 +201,53 @@ def _rows_per_chunk(order: Order, rows: int) -> int:
     return math.gcd(*bounds)
 
 
-def take_snapshot(leaves: Mapping[str, jax.Array], orders: Mapping[str, Order]) -> list[Chunk]:
-    """Return copies of the chunks that this process writes, so that a step may donate buffers."""
-    on_cpu = jax.default_backend() == "cpu"
-    if on_cpu:  # host arrays would alias the device buffers: copy those asynchronously
-        leaves = {path: jnp.copy(array) for path, array in leaves.items()}
-    chunks = []
-    for path, array in leaves.items():
-        order, replicas = orders.get(path), _num_replicas(array)
-        shape = chunk_shape(array, order)
-        for shard in array.addressable_shards:
-            starts = [s.start or 0 for s in shard.index]
-            pieces = _pieces(shard.data.shape, starts, shape, order)
-            for inside, numbers in itertools.islice(pieces, shard.replica_id, None, replicas):
-                name = "/".join([tensor_folder(path), "c", *map(str, numbers)])
-                chunks.append(Chunk(name, shard.data, inside))
-    if on_cpu:
-        return chunks
-    for chunk in chunks:
-        chunk.shard.copy_to_host_async()
-    return [dataclasses.replace(chunk, shard=np.asarray(chunk.shard)) for chunk in chunks]
+def write(folder: Path, snapshot: Snapshot, verify: Verify, *, describe: bool) -> None:
+    """Write the pieces of a snapshot to the disk; OSError if one is not written.
+
+    describe: also write what describes the arrays, which one process does.
+    """
+    pieces: dict[str, list[Piece]] = {path: [] for path in snapshot.tensors if describe}
+    for piece in snapshot.pieces:
+        pieces.setdefault(piece.path, []).append(piece)
+    codecs = [BYTES] if verify is Verify.off else [BYTES, {"name": "crc32c"}]
+
+    def one(path: str) -> None:
+        order, about = snapshot.orders.get(path), (snapshot.tensors[path], snapshot.chunks[path])
+        array = create_array(folder, path, *about, codecs, described=not describe)
+        parts = [_part(array, piece, order) for piece in pieces[path]]
+        for writing in [target.write(data) for target, data in parts if data.size]:
+            checked(writing, path)
+        if verify is Verify.readback:
+            _read_back(folder, path, parts)
+
+    _in_threads(one, [*pieces])
+    if describe:
+        write_file(folder / TREE, describe_tree(snapshot.tensors))
 
 
-def _pieces(
-    shape: Sequence[int], starts: Sequence[int], chunk: Sequence[int], order: Order | None
-) -> Iterator[tuple[tuple[slice, ...], tuple[int, ...]]]:
-    """Yield (slice of the shard, number) of every chunk of a shard that begins at `starts`."""
-    dims = []
-    for dim, (size, start, length) in enumerate(zip(shape, starts, chunk, strict=True)):
-        if dim == 0 and order is not None:
-            layers = order[start : start + size]
-            firsts = [(i, n) for i, n in enumerate(layers) if n >= 0 and n % length == 0]
-        else:
-            firsts = [(i, start + i) for i in range(0, size, length)]
-        dims.append([(slice(i, i + length), first // length) for i, first in firsts])
-    for places in itertools.product(*dims):
-        yield tuple(place for place, _ in places), tuple(number for _, number in places)
+def _part(array: Any, piece: Piece, order: Order | None) -> tuple[Any, np.ndarray]:
+    """Return the part of the array on disk that a piece becomes, and its values."""
+    data = np.asarray(piece.data)
+    ranges = [slice(i, i + n) for i, n in zip(piece.start, data.shape, strict=True)]
+    if order is None:
+        return array[tuple(ranges)], data
+    layers = np.array(order[ranges[0]])
+    return array.vindex[layers[layers >= 0]][(slice(None), *ranges[1:])], data[layers >= 0]
 
 
-def write(folder: Path, chunks: Sequence[Chunk], verify: Verify) -> dict[str, tuple[int, str]]:
-    """Write files to the disk. Returns (size, checksum) by name; OSError if one is not written."""
-    for parent in {(folder / chunk.name).parent for chunk in chunks}:
-        parent.mkdir(parents=True, exist_ok=True)
-
-    def one(chunk: Chunk) -> tuple[int, str]:
-        values = np.ascontiguousarray(np.asarray(chunk.shard)[chunk.inside])
-        data = values.reshape(-1).view(np.uint8).data
-        return write_file(folder / chunk.name, data, verify)
-
-    names = [chunk.name for chunk in chunks]
-    return dict(zip(names, _in_threads(one, chunks), strict=True))
-
-
-def write_file(path: Path, data: bytes | memoryview, verify: Verify) -> tuple[int, str]:
-    """Write a file to the disk. Returns its size, and its CRC-32 unless `verify` is off."""
-    crc = "" if verify is Verify.off else f"{zlib.crc32(data):08x}"
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    if verify is Verify.readback:
-        with path.open("rb") as file:
-            if hasattr(os, "posix_fadvise"):  # from the disk, not from the page cache
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            if file.read() != data:
-                raise OSError(
-                    f"{path} does not hold the bytes that were written to it: check the disk"
-                )
-    return len(data), crc
-
-
-def describe(info: TensorInfo, chunk: Sequence[int], file: Sequence[int] | None = None) -> bytes:
-    """Return zarr.json of an uncompressed array; a file holds one chunk or, in order, several."""
-    file = chunk if file is None else file
-    codecs: list[Any] = [BYTES_CODEC if info.dtype.itemsize > 1 else {"name": "bytes"}]
-    if tuple(file) != tuple(chunk):
-        shard = {"chunk_shape": list(chunk), "codecs": codecs, "index_codecs": [BYTES_CODEC]}
-        codecs = [{"name": "sharding_indexed", "configuration": {**shard, "index_location": "end"}}]
-    described = {
-        "zarr_format": 3,
-        "node_type": "array",
-        "shape": list(info.shape),
-        "data_type": str(info.dtype),
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(file)}},
-        "chunk_key_encoding": {"name": "default"},
-        "fill_value": np.zeros((), info.dtype).astype(object).item(),
-        "codecs": codecs,
-    }
-    return json.dumps(described).encode()
+def _read_back(folder: Path, path: str, parts: Sequence[tuple[Any, np.ndarray]]) -> None:
+    """OSError unless the files hold what was written; from the disk, not from the page cache."""
+    place = folder / tensor_folder(path)
+    if not is_remote(folder) and hasattr(os, "posix_fadvise"):
+        for file in (f for f in place.rglob("*") if f.is_file()):
+            with file.open("rb") as opened:
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    try:
+        same = all(checked(part.read(), path).tobytes() == data.tobytes() for part, data in parts)
+    except CorruptCheckpointError:
+        same = False
+    if not same:
+        raise OSError(f"{place} does not hold the bytes that were written to it: check the disk")
 
 
 def describe_tree(paths: Iterable[str]) -> bytes:
@@ -225,65 +269,86 @@ def describe_tree(paths: Iterable[str]) -> bytes:
     return json.dumps(described).encode()
 
 
-def file_shape(path: Path, info: TensorInfo) -> tuple[int, ...]:
-    """Return the shape of the values in each file of a tensor, by its zarr.json.
+def create_array(
+    folder: Path,
+    path: str,
+    info: TensorInfo,
+    chunk: Sequence[int],
+    codecs: Sequence[Mapping[str, Any]],
+    *,
+    described: bool = False,
+) -> Any:
+    """Create a tensor on disk, with files of the shape `chunk`, and open it for writing.
 
-    A file holds one chunk, or several in C order, and may end with Zarr's index.
-    CorruptCheckpointError for anything else.
+    described: another process writes its zarr.json.
     """
+    metadata = {
+        "shape": list(info.shape),
+        "data_type": str(info.dtype),
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(chunk)}},
+        "codecs": list(codecs),
+    }
+    how = {"assume_metadata": True} if described else {"create": True}
+    return _open(folder, path, metadata=metadata, **how)
+
+
+def open_array(folder: Path, path: str, info: TensorInfo) -> Any:
+    """Open a tensor for `read_block`; CorruptCheckpointError if it is not of dtype and shape."""
+    array = _open(folder, path)
+    if array.shape != info.shape or array.dtype.numpy_dtype != info.dtype:
+        found = f"{array.dtype.name}{list(array.shape)}"
+        raise CorruptCheckpointError(
+            f"{folder / tensor_folder(path) / 'zarr.json'} describes {found}, not the {info} that "
+            "the manifest names"
+        )
+    return array
+
+
+def _open(folder: Path, path: str, **options: Any) -> Any:
+    import tensorstore
+
+    spec = {
+        "driver": "zarr3",
+        "kvstore": key_value_store(f"{folder}/{tensor_folder(path)}/"),
+        "store_data_equal_to_fill_value": True,
+        "fill_missing_data_reads": False,
+        "context": CONTEXT,
+    }
+    return checked(tensorstore.open({**spec, **options}), path)
+
+
+def checked(future: Any, tensor: str) -> Any:
+    """Return the result of a TensorStore call; its errors as CorruptCheckpointError for damaged
+    files, else as OSError, with the tensor's path."""
     try:
-        described = json.loads(path.read_bytes())
-        shape = described["chunk_grid"]["configuration"]["chunk_shape"]
-        codecs = described["codecs"]
-        if codecs[0]["name"] == "sharding_indexed":
-            shard = codecs[0]["configuration"]
-            ordered = shard.get("index_codecs") == [BYTES_CODEC] and _in_order(
-                shard["chunk_shape"], shape
-            )
-            first = shard.get("index_location", "end") == "end"
-            plain = first and (shard["chunk_shape"] == shape or ordered)
-            codecs = shard["codecs"] if plain else codecs
-        plain = codecs in ([BYTES_CODEC], [{"name": "bytes"}])
-        if not plain or described["chunk_key_encoding"] != {"name": "default"}:
-            raise CorruptCheckpointError(f"{path} has codecs {codecs}: only plain bytes are read")
-        if tuple(described["shape"]) != info.shape or described["data_type"] != str(info.dtype):
-            raise CorruptCheckpointError(f"{path} is not of the {info} that the manifest names")
-        return tuple(shape)
-    except (FileNotFoundError, LookupError, TypeError, json.JSONDecodeError) as error:
-        raise CorruptCheckpointError(f"{path} describes no array: {error}") from error
+        return future.result()
+    except ValueError as error:
+        status, _, text = str(error).partition(" [tensorstore_spec=")[0].partition(": ")
+        text = f"tensor {tensor}: {text}"
+        if number := re.search(r"os_error_code='(\d+)'", text):
+            raise OSError(int(number[1]), text) from None
+        if status in DAMAGE:
+            raise CorruptCheckpointError(text) from None
+        refused = status in REFUSED or "credentials" in text
+        raise OSError(errno.EACCES if refused else errno.EIO, text) from None
 
 
-def _in_order(part: Sequence[int], whole: Sequence[int]) -> bool:
-    """Return whether parts of this shape, one after the other, are the bytes of the whole."""
-    cut = next((i for i, size in enumerate(part) if size > 1), len(part))
-    return len(part) == len(whole) and [*part[cut + 1 :]] == [*whole[cut + 1 :]]
+def read_block(array: Any, ranges: Sequence[slice], order: Order | None = None) -> np.ndarray:
+    """Return a block of an array that `open_array` opened, with rows in `order` if there is one.
 
-
-def read_block(
-    folder: Path, info: TensorInfo, file: tuple[int, ...], ranges: Sequence[slice]
-) -> np.ndarray:
-    """Return a block of the tensor in `folder`, whose files have the shape `file`.
-
-    ranges: slices of the first dimensions; the others are read whole. CorruptCheckpointError for
-    files that are missing or too short.
+    ranges: slices of the first dimensions; the others are read whole. Padding is zero.
+    CorruptCheckpointError for files that are missing or damaged.
     """
-    ranges = [*ranges, *(slice(0, size) for size in info.shape[len(ranges) :])]
-    raw = np.dtype(f"V{info.dtype.itemsize}")  # copies of plain bytes let other threads run
-    block = np.empty([r.stop - r.start for r in ranges], raw)
-    spans = [range(r.start // n, -(-r.stop // n)) for r, n in zip(ranges, file, strict=True)]
-    for numbers in itertools.product(*spans):
-        inside, target = [], []
-        for number, part, r in zip(numbers, file, ranges, strict=True):
-            low, high = max(number * part, r.start), min((number + 1) * part, r.stop)
-            inside.append(slice(low - number * part, high - number * part))
-            target.append(slice(low - r.start, high - r.start))
-        path = folder.joinpath("c", *map(str, numbers))
-        try:
-            values = np.memmap(path, raw, "r", shape=file or (1,))
-        except (FileNotFoundError, ValueError) as error:
-            raise CorruptCheckpointError(f"file {path} is missing or too short") from error
-        block[tuple(target)] = values[tuple(inside)] if file else values[0]
-    return block.view(info.dtype)
+    tensor = array.kvstore.path.rstrip("/").rpartition("/")[2].replace(".", "/")
+    if order is None:
+        return checked(array[tuple(ranges)].read(), tensor)
+    layers = np.array(order[ranges[0]])
+    shape = (len(layers), *(r.stop - r.start for r in ranges[1:]))
+    block = np.zeros(shape, array.dtype.numpy_dtype)
+    if (held := layers >= 0).any():
+        part = array.vindex[layers[held]][(slice(None), *ranges[1:])]
+        block[held] = checked(part.read(), tensor)
+    return block
 
 
 def read(
@@ -296,9 +361,7 @@ def read(
 
     def one(path: str) -> jax.Array:
         leaf, order = wanted[path], orders.get(path)
-        info = info_of(leaf, order)
-        place = folder / tensor_folder(path)
-        file = file_shape(place / "zarr.json", info)
+        array = open_array(folder, path, info_of(leaf, order))
         assert leaf.sharding is not None
         blocks, arrays = {}, []
         for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
@@ -308,29 +371,12 @@ def read(
             )
             key = tuple((r.start, r.stop) for r in ranges)
             if key not in blocks:
-                blocks[key] = _read_rows(place, info, file, ranges, order)
+                blocks[key] = read_block(array, ranges, order)
             memory = SingleDeviceSharding(device, memory_kind=leaf.sharding.memory_kind)
             arrays.append(jax.device_put(blocks[key], memory))
         return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, arrays)
 
     return dict(zip(wanted, _in_threads(one, list(wanted)), strict=True))
-
-
-def _read_rows(
-    folder: Path,
-    info: TensorInfo,
-    file: tuple[int, ...],
-    ranges: Sequence[slice],
-    order: Order | None,
-) -> np.ndarray:
-    """As `read_block`, with rows in `order` if there is one."""
-    if order is None:
-        return read_block(folder, info, file, ranges)
-    block = np.zeros([r.stop - r.start for r in ranges], info.dtype)
-    for row, layer in enumerate(order[ranges[0]]):
-        if layer >= 0:
-            block[row] = read_block(folder, info, file, [slice(layer, layer + 1), *ranges[1:]])[0]
-    return block
 
 
 def _in_threads(function: Callable[[T], U], items: Sequence[T]) -> list[U]:

@@ -13,7 +13,6 @@ import itertools
 import json
 import math
 import os
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,19 +22,22 @@ import numpy as np
 
 from maxmeg.checkpoint import integrity
 from maxmeg.checkpoint.integrity import Manifest, Tensor, some
-from maxmeg.checkpoint.manager import ARRAYS, Checkpointer
+from maxmeg.checkpoint.manager import Checkpointer
+from maxmeg.checkpoint.places import ARRAYS
 from maxmeg.checkpoint.storage import (
+    BYTES,
     TREE,
     TensorInfo,
-    describe,
+    create_array,
     describe_tree,
-    file_shape,
+    open_array,
     read_block,
     tensor_folder,
 )
 
 BLOCK_BYTES = 64 << 20  # largest chunk, and largest block that is cast and digested at once
 FILE_BYTES = 1 << 30  # largest file of several chunks
+KEEP_ALL = 1 << 30  # checkpoints
 Index = tuple[int, ...]  # of a piece: (), (layer,) or (layer, expert)
 
 
@@ -66,9 +68,7 @@ class StreamWriter:
         self._written: dict[str, set[Index]] = {path: set() for path in tensors}
         self._sums = {path: np.zeros(2, np.uint32) for path in tensors}
         self._cuts: dict[str, _Cut] = {}
-        self._checkpointer = Checkpointer(folder)
-        self._temporary = self._checkpointer.folder_of(step).with_suffix(".tmp")
-        self._checkpointer.begin(self._temporary)
+        self._saving = Checkpointer(folder, keep_last=KEEP_ALL).start(step)
 
     def write(
         self,
@@ -95,12 +95,11 @@ class StreamWriter:
                 f"{info.dtype}{list(shape)}"
             )
         blocks = row_blocks(shape, info.dtype.itemsize)
-        folder = self._temporary / ARRAYS / tensor_folder(path)
+        folder = self._saving.arrays / tensor_folder(path)
         if path not in self._cuts:  # the first piece decides the chunks of the tensor
             chunk = (*(1 for _ in lead), *_block_shape(shape, blocks[0]))
             cut = self._cuts[path] = _cut(info, chunk, 0 if len(blocks) > 1 else len(lead))
-            folder.mkdir()
-            (folder / "zarr.json").write_bytes(describe(info, cut.chunk, cut.file))
+            create_array(self._saving.arrays, path, info, cut.file, cut.codecs())
         for number, rows in enumerate(blocks):
             block = np.zeros(_block_shape(shape, rows), info.dtype)
             values = array[rows] if shape else array
@@ -125,21 +124,21 @@ class StreamWriter:
             path: Tensor(info.shape, str(info.dtype), integrity.render_digest(self._sums[path]))
             for path, info in self._tensors.items()
         }
-        (self._temporary / ARRAYS / TREE).write_bytes(describe_tree(tensors))
-        names = integrity.list_files(self._temporary)
-        sums = integrity.checksum_files(self._temporary, names)
-        manifest = dataclasses.replace(self._manifest, tensors=tensors, files=sums)
-        self._checkpointer.publish(manifest, self._temporary)
+        (self._saving.arrays / TREE).write_bytes(describe_tree(tensors))
+        manifest = dataclasses.replace(self._manifest, tensors=tensors)
+        self._saving.publish(manifest, checksums=True)
 
     def __enter__(self) -> "StreamWriter":
         return self
 
     def __exit__(self, kind: type | None, *exception: object) -> None:
+        if kind is not None:
+            return self._saving.give_up()
         try:
-            if kind is None:
-                self.close()
-        finally:
-            shutil.rmtree(self._temporary, ignore_errors=True)
+            self.close()
+        except BaseException:
+            self._saving.give_up()
+            raise
 
     def _claim(self, path: str, index: Index) -> TensorInfo:
         """Mark a piece as written; ValueError if it was written before."""
@@ -169,49 +168,51 @@ class StreamReader:
             path: TensorInfo(np.dtype(jax.numpy.dtype(tensor.dtype)), tensor.shape)
             for path, tensor in self._manifest.tensors.items()
         }
-        self._verified: set[str] = set()
-        self._files: dict[str, tuple[int, ...]] = {}
+        self._names: dict[str, list[str]] = {path: [] for path in self.tensors}  # of files
+        for name in self._manifest.files:
+            if path := integrity.tensor_of(name, self._manifest.tensors):
+                self._names[path].append(name)
+        self._arrays: dict[str, Any] = {}
         self._sums: dict[str, np.ndarray] = {}
         self._read: dict[str, set[Index]] = {}
 
     def read(self, path: str, index: Index | int | None = None) -> np.ndarray:
         """Return a tensor, or entry `index` of its first dimensions."""
-        info, folder = self._opened(path)
+        opened, info = self._opened(path), self.tensors[path]
         lead = as_index(index)
         _check_index(path, info, lead)
-        array = read_block(folder, info, self._files[path], [slice(i, i + 1) for i in lead])
+        array = read_block(opened, [slice(i, i + 1) for i in lead])
         array = array[(0,) * len(lead)] if lead else array
         self._verify(path, info, array, lead)
         return array
 
     def blocks(self, path: str) -> Iterator[np.ndarray]:
         """Yield a tensor in blocks of rows, one in memory at a time; then verify its digest."""
-        info, folder = self._opened(path)
+        opened, info = self._opened(path), self.tensors[path]
         sums = np.zeros(2, np.uint32)
-        for rows in row_blocks(info.shape, info.dtype.itemsize):
-            block = read_block(folder, info, self._files[path], [rows] if info.shape else [])
+        for rows, block in _blocks(opened, info):
             sums += integrity.digest_piece(block, _numbers((), info.shape, rows.start))
             yield block
         found = {path: integrity.render_digest(sums)}
         integrity.verify_digests(self._folder, self._manifest, found)
 
     def verify_files(self, paths: Iterable[str]) -> None:
-        """CorruptCheckpointError if files of these tensors are damaged; verify each file once."""
-        new, tensors = set(paths) - self._verified, self._manifest.tensors
-        names = [n for n in self._manifest.files if integrity.tensor_of(n, tensors) in new]
-        integrity.verify_files(self._folder, self._manifest, names)
-        self._verified |= new
+        """CorruptCheckpointError if files of these tensors are damaged; reads each file once."""
+        for path in paths:
+            opened = self._opened(path)
+            if not all(self._manifest.files[name][1] for name in self._names[path]):
+                for _ in _blocks(opened, self.tensors[path]):  # TensorStore checks its own files
+                    pass
 
-    def _opened(self, path: str) -> tuple[TensorInfo, Path]:
-        """Return dtype and shape of a tensor, and the folder of its files, which are verified."""
-        info = self.tensors.get(path)
-        if info is None:
+    def _opened(self, path: str) -> Any:
+        """Return a tensor for `read_block`, once its files have been compared with the manifest."""
+        if path not in self.tensors:
             raise ValueError(f"tensor {path} is not in {self._folder}")
-        folder = self._folder / ARRAYS / tensor_folder(path)
-        if path not in self._files:
-            self.verify_files([path])
-            self._files[path] = file_shape(folder / "zarr.json", info)
-        return info, folder
+        if path not in self._arrays:
+            integrity.verify_sizes(self._folder, self._manifest, self._names[path])
+            integrity.verify_files(self._folder, self._manifest, self._names[path])
+            self._arrays[path] = open_array(self._folder / ARRAYS, path, self.tensors[path])
+        return self._arrays[path]
 
     def _verify(self, path: str, info: TensorInfo, array: np.ndarray, lead: Index) -> None:
         """Add a piece to the tensor's digest; verify the digest when it is complete."""
@@ -238,6 +239,13 @@ class _Cut:
 
     chunk: tuple[int, ...]
     file: tuple[int, ...]
+
+    def codecs(self) -> list[dict[str, Any]]:
+        """Zarr's codecs of the tensor."""
+        if self.file == self.chunk:
+            return [BYTES]
+        shard = {"chunk_shape": list(self.chunk), "codecs": [BYTES], "index_codecs": [BYTES]}
+        return [{"name": "sharding_indexed", "configuration": {**shard, "index_location": "end"}}]
 
     def store(self, folder: Path, numbers: Index, block: np.ndarray) -> None:
         """Write a chunk, or its first rows, at its offset in its file."""
@@ -273,6 +281,12 @@ def _cut(info: TensorInfo, chunk: tuple[int, ...], lead: int) -> _Cut:
         if file[dimension] < size:
             break
     return _Cut(chunk, tuple(file))
+
+
+def _blocks(array: Any, info: TensorInfo) -> Iterator[tuple[slice, np.ndarray]]:
+    """Yield the blocks of a tensor that `open_array` opened, and their rows."""
+    for rows in row_blocks(info.shape, info.dtype.itemsize):
+        yield rows, read_block(array, [rows] if info.shape else [])
 
 
 def as_index(index: Index | int | None) -> Index:

@@ -26,6 +26,19 @@ EMPTY = "''"  # an empty value on a command line
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 
 
+def checkpoint_folder(config: Config) -> str:
+    """Return the folder of a run's checkpoints, or its URL."""
+    return config.checkpoint.dir or os.path.join(config.run_dir, CHECKPOINTS)
+
+
+def checkpoints_of(run_dir: str | os.PathLike[str]) -> str:
+    """Return the folder of the checkpoints of a run folder, or its URL, by its config.yaml."""
+    path, folder = pathlib.Path(run_dir, CONFIG_FILE), os.path.join(run_dir, CHECKPOINTS)
+    if os.path.isdir(folder) or not path.is_file():
+        return folder
+    return load(path).checkpoint.dir or folder
+
+
 def to_dict(config: typing.Any) -> dict[str, typing.Any]:
     """Return a config as a plain nested dict: enums by name, tuples as lists.
 
@@ -97,7 +110,8 @@ def load(path: str | os.PathLike) -> Config:
         config = from_dict(values)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    is_run = path.name == CONFIG_FILE and (path.parent / CHECKPOINTS).is_dir()
+    has_checkpoints = bool(config.checkpoint.dir) or (path.parent / CHECKPOINTS).is_dir()
+    is_run = path.name == CONFIG_FILE and has_checkpoints
     return relocated(config, path.parent) if is_run else config
 
 

@@ -77,7 +77,7 @@ def with_paths(config: Config, change: Callable[[str], str]) -> Config:
     kind, argument, options = split_spec(data.tokenizer)
     if kind not in KINDS_WITHOUT_FILES:
         data.tokenizer = f"{kind}:{changed(argument)}{options}"
-    checkpoint.init_from = changed(checkpoint.init_from)
+    checkpoint.dir, checkpoint.init_from = changed(checkpoint.dir), changed(checkpoint.init_from)
     if checkpoint.load not in ("auto", "none"):
         checkpoint.load = changed(checkpoint.load)
     return config

@@ -338,6 +338,11 @@ class TrainConfig:
 class CheckpointConfig:
     """Saving, resuming and initial weights."""
 
+    dir: str = setting(
+        "",
+        "folder of the checkpoints, which no other run may use: a path, s3://BUCKET/PATH or "
+        "gs://BUCKET/PATH; empty: RUN_DIR/checkpoints",
+    )
     load: str = setting(
         "auto",
         "auto: resume from the run folder | none: never resume | FOLDER: auto, else from that run",

@@ -109,7 +109,9 @@ def setting_problems(config: Config, training: bool = True) -> Iterator[str]:
         yield "run_dir is empty: name the folder of the run, --run_dir=runs/NAME"
     for name in ("run_dir", "checkpoint.init_from"):
         if "://" in (path := get(config, name)):
-            yield f"{name}={path} must be a folder: mount the object store, and name its path here"
+            yield f"{name}={path} must be a folder: checkpoint.dir alone may be at s3:// or gs://"
+    if "://" in (url := config.checkpoint.dir) and not url.startswith(("s3://", "gs://")):
+        yield f"checkpoint.dir={url} must be a path, s3://BUCKET/PATH or gs://BUCKET/PATH"
     yield from stack_problems(config)
     yield from declared_problems(config)
     yield from model_problems(config.model)

@@ -49,7 +49,7 @@ from maxmeg.hf.trained import (
     newest,
 )
 from maxmeg.runtime.screen import tracked
-from maxmeg.state import CHECKPOINTS, VOCABULARY_TABLES
+from maxmeg.state import VOCABULARY_TABLES
 
 TOKENIZER_FILES = ["tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"]
 TOKENIZER_FILES += ["vocab.txt", "merges.txt", "tokenizer.model", "*.jinja", "chat_template.json"]
@@ -184,13 +184,15 @@ def write_run(
 
     tokenizer: the identity of the tokenizer. tensors: each with the arrays that it becomes.
     """
+    config.checkpoint.dir = ""
     metadata = {
         "config": files.to_dict(run_folder.stored(config)),
         "tokenizer": tokenizer,
         "consumed_samples": 0,
     }
-    folder = Path(config.run_dir, CHECKPOINTS)
-    with StreamWriter(folder, 0, array_paths(config.model), metadata) as writer:
+    with StreamWriter(
+        files.checkpoint_folder(config), 0, array_paths(config.model), metadata
+    ) as writer:
         for binding, tensor in tensors:
             for place, array in zip(binding.ours, binding.split(tensor), strict=True):
                 padded = place.name in VOCABULARY_TABLES

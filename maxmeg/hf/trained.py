@@ -12,6 +12,7 @@ from maxmeg.checkpoint.manager import Checkpointer
 from maxmeg.checkpoint.resume import check_averages
 from maxmeg.checkpoint.stream import StreamReader, TensorInfo
 from maxmeg.config import files
+from maxmeg.config.files import checkpoints_of
 from maxmeg.config.model import DType, ModelConfig
 from maxmeg.config.schema import Config
 from maxmeg.config.setting import with_fields
@@ -22,7 +23,7 @@ from maxmeg.hf.families.classifier_tables import CLASSIFIERS
 from maxmeg.hf.formats.safetensors import DTYPES, read_json
 from maxmeg.hf.mup import folded, plain_model
 from maxmeg.layers.lora import merged_weight
-from maxmeg.state import CHECKPOINTS, VOCABULARY_TABLES
+from maxmeg.state import VOCABULARY_TABLES
 
 CARRIED = "huggingface"  # folder of a run with the small files that its model was imported with
 MASTER = DTYPES["F32"]
@@ -104,7 +105,7 @@ class TrainedModel:
 
 def open_run(run: Path, step: int | None = None) -> StreamReader:
     """Open a checkpoint of a run, by default the newest whose model is intact."""
-    folder = run / CHECKPOINTS
+    folder = checkpoints_of(run)
 
     def use(step: int, _: Manifest) -> StreamReader:
         reader = StreamReader(folder, step)
@@ -116,7 +117,7 @@ def open_run(run: Path, step: int | None = None) -> StreamReader:
 
 def newest(run: Path, use: Callable[[int, Manifest], T]) -> T:
     """Return use(step, manifest) for a run's newest intact checkpoint."""
-    checkpointer = Checkpointer(run / CHECKPOINTS)
+    checkpointer = Checkpointer(checkpoints_of(run))
     found = checkpointer.latest(use)
     if found is None:
         raise ValueError(f"{checkpointer.folder} holds no checkpoint: give the folder of a run")

@@ -15,14 +15,15 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from maxmeg.checkpoint.manager import Checkpointer
+from maxmeg.checkpoint.places import place_of, steps_in
 from maxmeg.config import files
+from maxmeg.config.files import checkpoints_of
 from maxmeg.hf.families.read import differences
 from maxmeg.hf.peft import SETTINGS, Adapter, read_adapter
 from maxmeg.hf.trained import carried_config, carried_folder, choose_family, open_run
 from maxmeg.inference.load import Trained
 from maxmeg.layers.lora import Lora, LoraSpec, linears
 from maxmeg.parallel.rules import set_kv_heads, storage_specs
-from maxmeg.state import CHECKPOINTS
 
 MERGED = LoraSpec(rank=1, alpha=1.0, dropout=0.0, targets=())  # alpha / rank lies within B
 
@@ -68,14 +69,14 @@ def read(trained: Trained, folder: str | os.PathLike) -> Adapter:
         config = trained.config
         carried = carried_config(carried_folder(config.run_dir, config))
         return read_adapter(folder, config.model, choose_family(config.model, carried, ""))
-    if not Path(folder, CHECKPOINTS).is_dir():
+    if not steps_in(place_of(checkpoints_of(folder))):
         raise ValueError(f"{folder} holds neither checkpoints of a run nor {SETTINGS}: no adapter")
     reader = open_run(Path(folder))
     config, base = files.from_dict(reader.metadata["config"]), reader.metadata.get("base", {})
     if not config.lora.rank:
         raise ValueError(f"{folder} has lora.rank=0, no adapter: serve it as a model of its own")
     run_dir = trained.config.run_dir
-    served = Checkpointer(Path(run_dir, CHECKPOINTS)).manifest(trained.step)
+    served = Checkpointer(checkpoints_of(run_dir)).manifest(trained.step)
     if base.get("digest") != served.digest:
         raise ValueError(
             f"{folder} was trained beside the base {base}, and this is {run_dir}, step "

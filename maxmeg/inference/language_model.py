@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 from maxmeg.checkpoint.initialize import base_of
 from maxmeg.checkpoint.manager import Checkpointer
 from maxmeg.config import files
+from maxmeg.config.files import checkpoint_folder
 from maxmeg.config.model import DType
 from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.schema import Config
@@ -40,7 +41,7 @@ from maxmeg.models.lm import LM, language_model
 from maxmeg.parallel.mesh import local_mesh, sizes_of
 from maxmeg.parallel.rules import storage_specs
 from maxmeg.parallel.trainable import trained
-from maxmeg.state import CHECKPOINTS, VOCABULARY_TABLES, orders_of, to_arrays, to_tree
+from maxmeg.state import VOCABULARY_TABLES, orders_of, to_arrays, to_tree
 
 Messages = Sequence[Mapping[str, typing.Any]]  # [{"role": "user", "content": ...}, ...]
 Prompt = str | Messages
@@ -239,12 +240,12 @@ class LanguageModel:
         check_described(self.model, self.config)
         config, metadata = copy.deepcopy(self.config), self.trained.metadata
         carried = carried_folder(config.run_dir, config)
-        config.run_dir = str(target)
+        config.run_dir, config.checkpoint.dir = str(target), ""
         metadata = {"consumed_samples": 0, "base": base_of(config)} | metadata
         metadata["config"] = files.to_dict(run_folder.stored(config))
         metadata["tokenizer"] = self.tokenizer.identity
         state = {"model": jax.tree.map(lambda leaf: leaf.astype(jnp.float32), self.model)}
-        checkpointer = Checkpointer(target / CHECKPOINTS, asynchronous=False)
+        checkpointer = Checkpointer(checkpoint_folder(config), asynchronous=False)
         checkpointer.save(self.trained.step, to_tree(state), metadata, orders_of(state))
         checkpointer.check()
         run_folder.write(config)

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import math
-import os
 import typing
 
 import jax
@@ -14,6 +13,7 @@ from maxmeg.checkpoint.integrity import Manifest
 from maxmeg.checkpoint.manager import Checkpointer
 from maxmeg.checkpoint.resume import check_averages, restore
 from maxmeg.config import files
+from maxmeg.config.files import checkpoints_of
 from maxmeg.config.hints import hub_command
 from maxmeg.config.model import DType
 from maxmeg.config.model_rules import expert_layout_problems
@@ -29,7 +29,7 @@ from maxmeg.optim.build import make_optimizer
 from maxmeg.parallel.mesh import local_mesh, make_mesh, sizes_of
 from maxmeg.parallel.rules import is_exact, is_variable
 from maxmeg.parallel.trainable import fixed, joined, part, saved, trained
-from maxmeg.state import CHECKPOINTS, abstract_state, on_disk
+from maxmeg.state import abstract_state, on_disk
 
 READ_BYTES = 2**30  # of a checkpoint's arrays that are read together, on each device
 
@@ -71,7 +71,7 @@ def load_run(
     axis, or that of experts by the expert axis.
     """
     mesh = mesh or local_mesh()
-    checkpointer = Checkpointer(os.path.join(run_dir, CHECKPOINTS))
+    checkpointer = Checkpointer(checkpoints_of(run_dir))
 
     def use(step: int, manifest: Manifest) -> Trained:
         config = run_folder.read(manifest.metadata["config"], run_dir)

@@ -1,6 +1,5 @@
 """Embed a corpus on the mesh into an index, and queries for a search."""
 
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -8,13 +7,13 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from maxmeg.checkpoint.manager import Checkpointer
+from maxmeg.config.files import checkpoints_of
 from maxmeg.data.retrieval.rows import TextEncoder
 from maxmeg.inference.embeddings import Pooling, embedders
 from maxmeg.inference.load import Trained
 from maxmeg.retrieval.index import DESCRIPTION, Index
 from maxmeg.retrieval.passages import Passages
 from maxmeg.runtime.screen import tracked
-from maxmeg.state import CHECKPOINTS
 
 BATCHES = 16  # of rows of texts that are sorted by length together
 
@@ -40,7 +39,7 @@ class Searcher:
 
     def hash(self, run_dir: str) -> str:
         """That identifies the checkpoint, and how vectors are computed from it."""
-        source = Checkpointer(os.path.join(run_dir, CHECKPOINTS))
+        source = Checkpointer(checkpoints_of(run_dir))
         return f"{source.manifest(self.trained.step).digest}-{self.pooling}"
 
     def vectors(

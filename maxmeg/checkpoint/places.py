@@ -1,0 +1,78 @@
+"""Folders of checkpoints, on a disk or at gs:// or s3://, as paths that behave like pathlib's."""
+
+import os
+import re
+import shutil
+import typing
+from collections.abc import Iterable
+from pathlib import Path
+
+from maxmeg.runtime.object_storage import file_system, is_remote, told
+
+ARRAYS = "arrays"
+MANIFEST = "manifest.json"
+COMMITTED = "commit_success.txt"  # Orbax writes it last: object storage cannot rename a folder
+_STEP = re.compile(r"step_(\d{8,})")
+
+
+def place_of(folder: str | os.PathLike[str]) -> Path:
+    """Return a folder's path; of a URL one of etils.epath, which has the same methods.
+
+    ValueError as from `file_system`.
+    """
+    text = os.fspath(folder)
+    if not is_remote(text):
+        return Path(text).absolute()
+    from etils import epath
+
+    file_system(text)
+    return typing.cast(Path, epath.Path(text))
+
+
+def refresh(place: Path) -> None:
+    """Forget what is known of remote folders: other processes write to them."""
+    if is_remote(place):
+        file_system(os.fspath(place))[0].invalidate_cache()
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Return the steps with a complete checkpoint, oldest first."""
+    refresh(folder)
+    with told(folder):
+        try:
+            names = [path.name for path in folder.iterdir()]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        if is_remote(folder):
+            names = [name for name in names if (folder / name / COMMITTED).exists()]
+    return sorted(int(match[1]) for match in map(_STEP.fullmatch, names) if match)
+
+
+def sizes_of(folder: Path, names: Iterable[str] | None = None) -> dict[str, int]:
+    """Return the bytes of files below a folder, of these or of all, by relative name; files that
+    are missing are left out."""
+    if is_remote(folder):
+        files, root = file_system(os.fspath(folder))
+        found = files.find(root, detail=True).items()
+        sizes = {os.path.relpath(name, root): int(each["size"]) for name, each in found}
+        return sizes if names is None else {name: sizes[name] for name in names if name in sizes}
+    if names is None:
+        files = (path for path in folder.rglob("*") if path.is_file())
+        names = [path.relative_to(folder).as_posix() for path in files]
+    sizes = {}
+    for name in names:
+        try:
+            sizes[name] = (folder / name).stat().st_size
+        except FileNotFoundError:
+            continue
+    return sizes
+
+
+def remove(folder: Path) -> None:
+    """Delete a folder as far as possible."""
+    if is_remote(folder):
+        files, root = file_system(os.fspath(folder))
+        if files.exists(root):
+            files.rm(root, recursive=True)
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
