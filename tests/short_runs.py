@@ -7,7 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
+from maxmeg.checkpoint.places import place_of
 from maxmeg.config.data import DataConfig, DataOrder
+from maxmeg.config.files import checkpoints_of
 from maxmeg.config.model import DType, ModelConfig
 from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.schema import CheckpointConfig, Config, LogConfig, OptimConfig, TrainConfig
@@ -90,7 +92,7 @@ def curve(run_dir: Path) -> list[dict]:
 
 
 def digests(run_dir: Path, step: int) -> dict:
-    path = run_dir / "checkpoints" / f"step_{step:08d}" / "manifest.json"
+    path = place_of(checkpoints_of(run_dir)) / f"step_{step:08d}" / "manifest.json"
     return json.loads(path.read_text())["body"]["tensors"]
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import s3fs
+from s3_server import s3  # noqa: F401
 from short_runs import config, curve, digests, write_corpus
 
 from maxmeg.config.schema import Config
@@ -36,7 +38,10 @@ def rows(folder: Path) -> int:
 
 
 @pytest.mark.slow
-def test_kills_change_no_bit(tmp_path):
+@pytest.mark.usefixtures("s3")
+@pytest.mark.parametrize("bucket", ["", "killed"])
+def test_kills_change_no_bit(tmp_path, bucket):
+    """bucket: of the checkpoints of the run that is killed; "": on the disk."""
     corpus, rng = write_corpus(tmp_path), random.Random(0)
     runs = [
         config(corpus, tmp_path / name, STEPS, {"num_layers": 1}, {"data": 4, "fsdp": 2})
@@ -44,6 +49,9 @@ def test_kills_change_no_bit(tmp_path):
     ]
     for run in runs:
         run.train.eval_every, run.checkpoint.save_every, run.optim.decay_steps = 7, 3, STEPS
+    if bucket:
+        s3fs.S3FileSystem().mkdir(bucket)
+        runs[1].checkpoint.dir = f"s3://{bucket}/run"
     whole = start(runs[0])
     whole.join()
     assert whole.exitcode == 0

@@ -112,12 +112,9 @@ class Saving:
         self.arrays = place_of(written.folder)
         self._folder, self._step = folder, retention.saved
 
-    def publish(self, manifest: Manifest, *, checksums: bool = False) -> None:
-        """Write the manifest and publish the checkpoint; raise what went wrong.
-
-        checksums: of all files, not of those alone that describe arrays.
-        """
-        files = describe_files(self.arrays, (lambda _: True) if checksums else describes)
+    def publish(self, manifest: Manifest) -> None:
+        """Write the manifest and publish the checkpoint; raise what went wrong."""
+        files = describe_files(self.arrays, describes)
         files = {f"{ARRAYS}/{name}": entry for name, entry in files.items()}
         write_manifest(self.arrays.parent, dataclasses.replace(manifest, files=files))
         self._done.set_result(None)

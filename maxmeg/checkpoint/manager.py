@@ -96,9 +96,9 @@ class Checkpointer:
 
         orders: path ("model/stack/w") -> the model's layer in each row of a stacked array, -1 for
         padding: on disk the layers are in the model's order, without padding. Waits first for the
-        previous save. If the save cannot begin, logs an error, sets `last_error` and returns False;
-        a failure in the background sets `last_error` and makes `wait` return False. Raises
-        ValueError for a tree or metadata that can never be saved.
+        previous save. A failure logs an error, sets `last_error` and makes `wait` return False, or
+        `save` itself unless it is asynchronous. Raises ValueError for a tree or metadata that can
+        never be saved.
         """
         if step < 0:
             raise ValueError(f"step={step} must be >= 0")
@@ -122,27 +122,21 @@ class Checkpointer:
                 self.before_publish()
                 each.publish(Manifest(step, metadata, tensors, {}))
 
-        try:
-            arrays = place_of(self.processes.broadcast("begin", start, SaveError))
-        except Exception as error:
-            return self._failed(step, error, saving)
-
-        def finish() -> bool:
-            write = functools.partial(contents.write, arrays, self._verify, bool(saving))
+        def work() -> None:
             try:
+                arrays = place_of(self.processes.broadcast("begin", start, SaveError))
+                write = functools.partial(contents.write, arrays, self._verify, bool(saving))
                 tensors = self.processes.together("written", write, SaveError)
                 self.processes.together("publish", lambda: publish(tensors), SaveError)
             except Exception as error:
-                return self._failed(step, error, saving)
+                self._failed(step, error, saving)
+                return
             self.last_error, self.seconds = None, time.monotonic() - begin
             self._corrupt.discard(step)
-            return True
 
-        if contents.problem is not None or not self._asynchronous:
-            return finish()
-        self._thread = threading.Thread(target=finish, name="checkpoint")
+        self._thread = threading.Thread(target=work, name="checkpoint")
         self._thread.start()
-        return True
+        return self._asynchronous or self.wait()
 
     def start(self, step: int) -> "Saving":
         """Create the temporary folder of a step's checkpoint, on one process."""

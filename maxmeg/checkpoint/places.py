@@ -52,6 +52,7 @@ def sizes_of(folder: Path, names: Iterable[str] | None = None) -> dict[str, int]
     """Return the bytes of files below a folder, of these or of all, by relative name; files that
     are missing are left out."""
     if is_remote(folder):
+        refresh(folder)
         files, root = file_system(os.fspath(folder))
         found = files.find(root, detail=True).items()
         sizes = {os.path.relpath(name, root): int(each["size"]) for name, each in found}

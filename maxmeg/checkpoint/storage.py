@@ -37,6 +37,7 @@ _THREADS = 8
 TREE = "_METADATA"  # file in the folder of arrays, written by describe_tree
 DICT_KEY = 2  # Orbax's number for keys of dicts
 BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
+CHECKED = [BYTES, {"name": "crc32c"}]  # the codecs of Zarr for bytes with a checksum
 STACKED = re.compile(r"(?:^|\.)stack\.groups\.(\d+)\.")
 RETRIES = {"max_retries": 6, "initial_delay": "100ms", "max_delay": "2s"}
 CONTEXT = {
@@ -119,12 +120,15 @@ def take_snapshot(leaves: Mapping[str, jax.Array], orders: Mapping[str, Order]) 
     copies, on_cpu = _spread(leaves, orders), jax.default_backend() == "cpu"
     chunks, pieces = {}, []
     for path, leaf in leaves.items():
+        alone = leaf.sharding.num_devices * math.prod(leaf.sharding.shard_shape(leaf.shape))
+        copied = path in copies or not on_cpu
+        if not copied and alone == leaf.size:  # no replicas: by one program
+            copies[path], copied = jnp.copy(leaf), True
         array = copies.get(path, leaf)
         chunks[path] = _chunk_shape(array, orders.get(path))
         for shard in (each for each in array.addressable_shards if each.replica_id == 0):
             start = tuple(s.start or 0 for s in shard.index)
-            data = jnp.copy(shard.data) if on_cpu and path not in copies else shard.data
-            pieces.append(Piece(path, start, data))
+            pieces.append(Piece(path, start, shard.data if copied else jnp.copy(shard.data)))
     if not on_cpu:
         for piece in pieces:
             piece.data.copy_to_host_async()
@@ -209,18 +213,23 @@ def write(folder: Path, snapshot: Snapshot, verify: Verify, *, describe: bool) -
     pieces: dict[str, list[Piece]] = {path: [] for path in snapshot.tensors if describe}
     for piece in snapshot.pieces:
         pieces.setdefault(piece.path, []).append(piece)
-    codecs = [BYTES] if verify is Verify.off else [BYTES, {"name": "crc32c"}]
+    codecs = [BYTES] if verify is Verify.off else CHECKED
 
     def one(path: str) -> None:
         order, about = snapshot.orders.get(path), (snapshot.tensors[path], snapshot.chunks[path])
         array = create_array(folder, path, *about, codecs, described=not describe)
         parts = [_part(array, piece, order) for piece in pieces[path]]
-        for writing in [target.write(data) for target, data in parts if data.size]:
+        writes = [  # without a copy: the values stay as they are until all are written
+            target.write(data, can_reference_source_data_indefinitely=True)
+            for target, data in parts
+            if data.size
+        ]
+        for writing in writes:
             checked(writing, path)
         if verify is Verify.readback:
             _read_back(folder, path, parts)
 
-    _in_threads(one, [*pieces])
+    in_threads(one, [*pieces])
     if describe:
         write_file(folder / TREE, describe_tree(snapshot.tensors))
 
@@ -270,7 +279,7 @@ def describe_tree(paths: Iterable[str]) -> bytes:
 
 
 def create_array(
-    folder: Path,
+    folder: Path | None,
     path: str,
     info: TensorInfo,
     chunk: Sequence[int],
@@ -280,7 +289,7 @@ def create_array(
 ) -> Any:
     """Create a tensor on disk, with files of the shape `chunk`, and open it for writing.
 
-    described: another process writes its zarr.json.
+    described: another process writes its zarr.json. folder: None is a folder in memory.
     """
     metadata = {
         "shape": list(info.shape),
@@ -290,6 +299,14 @@ def create_array(
     }
     how = {"assume_metadata": True} if described else {"create": True}
     return _open(folder, path, metadata=metadata, **how)
+
+
+def encoded(values: np.ndarray, shape: tuple[int, ...]) -> bytes:
+    """Return a chunk of this shape as Zarr stores it: the values, zeros after them, a CRC-32C."""
+    chunk = create_array(None, "", TensorInfo(values.dtype, shape), shape, CHECKED)
+    part = chunk[tuple(slice(0, size) for size in values.shape)]
+    checked(part.write(values, can_reference_source_data_indefinitely=True), "chunk")
+    return checked(chunk.kvstore.read("/".join(["c", *["0"] * len(shape)])), "chunk").value
 
 
 def open_array(folder: Path, path: str, info: TensorInfo) -> Any:
@@ -304,12 +321,12 @@ def open_array(folder: Path, path: str, info: TensorInfo) -> Any:
     return array
 
 
-def _open(folder: Path, path: str, **options: Any) -> Any:
+def _open(folder: Path | None, path: str, **options: Any) -> Any:
     import tensorstore
 
     spec = {
         "driver": "zarr3",
-        "kvstore": key_value_store(f"{folder}/{tensor_folder(path)}/"),
+        "kvstore": key_value_store(f"{folder}/{tensor_folder(path)}/") if folder else "memory://",
         "store_data_equal_to_fill_value": True,
         "fill_missing_data_reads": False,
         "context": CONTEXT,
@@ -376,10 +393,10 @@ def read(
             arrays.append(jax.device_put(blocks[key], memory))
         return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, arrays)
 
-    return dict(zip(wanted, _in_threads(one, list(wanted)), strict=True))
+    return dict(zip(wanted, in_threads(one, list(wanted)), strict=True))
 
 
-def _in_threads(function: Callable[[T], U], items: Sequence[T]) -> list[U]:
+def in_threads(function: Callable[[T], U], items: Sequence[T]) -> list[U]:
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
         futures = [pool.submit(function, item) for item in items]
         concurrent.futures.wait(futures)  # wait for all: after an error the folder is removed

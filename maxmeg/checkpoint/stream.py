@@ -25,11 +25,12 @@ from maxmeg.checkpoint.integrity import Manifest, Tensor, some
 from maxmeg.checkpoint.manager import Checkpointer
 from maxmeg.checkpoint.places import ARRAYS
 from maxmeg.checkpoint.storage import (
-    BYTES,
+    CHECKED,
     TREE,
     TensorInfo,
     create_array,
     describe_tree,
+    encoded,
     open_array,
     read_block,
     tensor_folder,
@@ -126,7 +127,9 @@ class StreamWriter:
         }
         (self._saving.arrays / TREE).write_bytes(describe_tree(tensors))
         manifest = dataclasses.replace(self._manifest, tensors=tensors)
-        self._saving.publish(manifest, checksums=True)
+        for path in self._saving.arrays.rglob("*"):
+            _flush(path)
+        self._saving.publish(manifest)
 
     def __enter__(self) -> "StreamWriter":
         return self
@@ -241,10 +244,10 @@ class _Cut:
     file: tuple[int, ...]
 
     def codecs(self) -> list[dict[str, Any]]:
-        """Zarr's codecs of the tensor."""
+        """Return Zarr's codecs of the tensor."""
         if self.file == self.chunk:
-            return [BYTES]
-        shard = {"chunk_shape": list(self.chunk), "codecs": [BYTES], "index_codecs": [BYTES]}
+            return CHECKED
+        shard = {"chunk_shape": list(self.chunk), "codecs": CHECKED, "index_codecs": CHECKED}
         return [{"name": "sharding_indexed", "configuration": {**shard, "index_location": "end"}}]
 
     def store(self, folder: Path, numbers: Index, block: np.ndarray) -> None:
@@ -252,22 +255,22 @@ class _Cut:
         counts = [whole // part for whole, part in zip(self.file, self.chunk, strict=True)]
         places = [divmod(n, count) for n, count in zip(numbers, counts, strict=True)]
         file = folder.joinpath(*(str(number) for number, _ in places))
-        chunk_bytes, total = math.prod(self.chunk) * block.itemsize, math.prod(counts)
+        data, total = encoded(block, self.chunk), math.prod(counts)
         if not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
             with file.open("wb") as opened:
-                opened.truncate(total * chunk_bytes)
-                opened.seek(total * chunk_bytes)
+                opened.truncate(total * len(data))
+                opened.seek(total * len(data))
                 if total > 1:  # Zarr's index: offset and length of each chunk
-                    begins = np.arange(total, dtype="<u8") * chunk_bytes
-                    index = np.stack([begins, np.full_like(begins, chunk_bytes)], axis=1)
-                    opened.write(index.tobytes())
+                    begins = np.arange(total, dtype=np.uint64) * len(data)
+                    index = np.stack([begins, np.full_like(begins, len(data))], axis=1)
+                    opened.write(encoded(index, index.shape))
         position = 0
         for (_, inside), count in zip(places, counts, strict=True):
             position = position * count + inside
         with file.open("r+b") as opened:
-            opened.seek(position * chunk_bytes)
-            opened.write(block.reshape(-1).view(np.uint8).data)
+            opened.seek(position * len(data))
+            opened.write(data)
 
 
 def _cut(info: TensorInfo, chunk: tuple[int, ...], lead: int) -> _Cut:
@@ -287,6 +290,15 @@ def _blocks(array: Any, info: TensorInfo) -> Iterator[tuple[slice, np.ndarray]]:
     """Yield the blocks of a tensor that `open_array` opened, and their rows."""
     for rows in row_blocks(info.shape, info.dtype.itemsize):
         yield rows, read_block(array, [rows] if info.shape else [])
+
+
+def _flush(path: Path) -> None:
+    """Flush a file or folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def as_index(index: Index | int | None) -> Index:

@@ -41,7 +41,7 @@ def tree_of(values, sharding) -> dict:
 
 
 @pytest.mark.parametrize(("layers", "stages", "counts"), LAYOUTS)
-def test_a_checkpoint_does_not_depend_on_the_pipeline(tmp_path, layers, stages, counts):
+def test_a_checkpoint_does_not_depend_on_the_pipeline(folder, layers, stages, counts):
     layout, sharding, model, rows = placed(layers, stages, counts)
     names = ["model.stack.groups.0.weight", "model.table"]
     orders = row_orders(names, layout)
@@ -49,8 +49,8 @@ def test_a_checkpoint_does_not_depend_on_the_pipeline(tmp_path, layers, stages, 
     plain = NamedSharding(sharding.mesh, P(None, "fsdp"))
     trees = {"placed": tree_of(rows, sharding), "plain": tree_of(model, plain)}
     saved = {
-        "placed": Checkpointer(tmp_path / "placed", asynchronous=False),
-        "plain": Checkpointer(tmp_path / "plain", asynchronous=False),
+        "placed": Checkpointer(folder / "placed", asynchronous=False),
+        "plain": Checkpointer(folder / "plain", asynchronous=False),
     }
     known = {"placed": orders, "plain": {}}
     for name, tree in trees.items():

@@ -9,20 +9,23 @@ from orbax_checkpoints import restore_latest
 from maxmeg.checkpoint import storage
 from maxmeg.checkpoint.integrity import CorruptCheckpointError
 from maxmeg.checkpoint.manager import Checkpointer
+from maxmeg.checkpoint.places import sizes_of
 from maxmeg.config.schema import Verify
 
 
 @pytest.mark.parametrize("verify", Verify)
-def test_wrong_bytes_on_the_disk_are_found(tmp_path, monkeypatch, verify):
+def test_wrong_bytes_on_the_disk_are_found(folder, monkeypatch, verify):
     """Read back, the save fails; else the restore does, and checksums name the file."""
     tree, wanted = {"w": jnp.arange(8.0)}, {"w": jax.ShapeDtypeStruct((8,), jnp.float32)}
-    checkpointer = Checkpointer(tmp_path, verify=verify)
+    checkpointer = Checkpointer(folder, verify=verify)
     assert checkpointer.save(1, tree, {}) and checkpointer.wait()
 
     def damage(future, tensor, checked=storage.checked):
         result = checked(future, tensor)
-        for file in tmp_path.glob("step_00000002*/**/w/c/0"):
-            file.write_bytes(file.read_bytes()[:5] + b"x" + file.read_bytes()[6:])
+        for name in sizes_of(folder):
+            if name.startswith("step_00000002") and name.endswith("w/c/0"):
+                data = (folder / name).read_bytes()
+                (folder / name).write_bytes(data[:5] + b"x" + data[6:])
         return result
 
     monkeypatch.setattr(storage, "checked", damage)

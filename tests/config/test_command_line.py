@@ -45,7 +45,11 @@ MISTAKES = [
     (TRAIN + "--model.mtp.num_layers=1000000000", "mtp.num_layers=1000000000 must be"),
     (TRAIN + f"--train.num_steps={10**20}", f"must be at most {2**53} and at least 1"),
     (TRAIN + "--run_dir=", "run_dir is empty: name the folder of the run"),
-    (TRAIN + "--run_dir=gs://b/run", "run_dir=gs://b/run must be a folder: mount the object store"),
+    (TRAIN + "--run_dir=gs://b/run", "run_dir=gs://b/run must be a folder: checkpoint.dir alone"),
+    (
+        TRAIN + "--checkpoint.dir=az://b/run",
+        "checkpoint.dir=az://b/run must be a path, s3://BUCKET",
+    ),
     ("generate runs/none --prompt=a", "holds no checkpoint: give the run_dir of a training run"),
     ("generate", "give either --prompt=TEXT, once or more, or --prompts=FILE.jsonl"),
     ("evaluate runs/none --split=tets", "split='tets' must be one of train, validation, test"),
