@@ -5,6 +5,7 @@ FOLDER/step_00000100/arrays/         an Orbax checkpoint: a Zarr array per tenso
 FOLDER/step_00000200.orbax-checkpoint-tmp/   a save in progress, or one that was interrupted
 """
 
+import errno
 import functools
 import json
 import logging
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 
 from maxmeg.checkpoint import integrity, storage
 from maxmeg.checkpoint.integrity import CorruptCheckpointError, Manifest, Tensor
-from maxmeg.checkpoint.places import ARRAYS, MANIFEST, place_of, refresh, steps_in
+from maxmeg.checkpoint.places import ARRAYS, MANIFEST, device_of, place_of, refresh, steps_in
 from maxmeg.checkpoint.processes import TIMEOUT_SECONDS, Processes, describe
 from maxmeg.checkpoint.restore import check_tree, read_tree
 from maxmeg.checkpoint.storage import Order
@@ -83,6 +84,7 @@ class Checkpointer:
         self.processes = Processes(f"checkpoint/{folder}", timeout_seconds)
         self.before_publish: Callable[[], None] = lambda: None  # an error of it fails the save
         self._thread: threading.Thread | None = None
+        self._device: int | None = None  # of the last save
         self._corrupt: set[int] = set()
 
     def save(
@@ -132,6 +134,7 @@ class Checkpointer:
                 self._failed(step, error, saving)
                 return
             self.last_error, self.seconds = None, time.monotonic() - begin
+            self._device = device_of(self.folder)
             self._corrupt.discard(step)
 
         self._thread = threading.Thread(target=work, name="checkpoint")
@@ -142,6 +145,8 @@ class Checkpointer:
         """Create the temporary folder of a step's checkpoint, on one process."""
         from maxmeg.checkpoint.folders import Retention, Saving  # a second
 
+        if self._device not in (None, device_of(self.folder)):
+            raise OSError(errno.ENODEV, "its disk is no longer mounted", str(self.folder))
         damaged = self._corrupt - {step}
         retention = Retention(step, self._keep_last, self._keep_every, damaged)
         return Saving(self.folder, retention)

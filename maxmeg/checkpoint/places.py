@@ -69,6 +69,15 @@ def sizes_of(folder: Path, names: Iterable[str] | None = None) -> dict[str, int]
     return sizes
 
 
+def device_of(folder: Path) -> int:
+    """Return the number of the disk that holds a folder or, if that is absent, the nearest one
+    above it; 0 for remote folders."""
+    if is_remote(folder):
+        return 0
+    above = (folder, *folder.parents)
+    return next(place for place in above if place.exists()).stat().st_dev
+
+
 def remove(folder: Path) -> None:
     """Delete a folder as far as possible."""
     if is_remote(folder):

@@ -343,7 +343,8 @@ def checked(future: Any, tensor: str) -> Any:
         status, _, text = str(error).partition(" [tensorstore_spec=")[0].partition(": ")
         text = f"tensor {tensor}: {text}"
         if number := re.search(r"os_error_code='(\d+)'", text):
-            raise OSError(int(number[1]), text) from None
+            file, code = re.search(r'"(/[^"]*)"', text), int(number[1])
+            raise OSError(code, os.strerror(code), file[1] if file else tensor) from None
         if status in DAMAGE:
             raise CorruptCheckpointError(text) from None
         refused = status in REFUSED or "credentials" in text

@@ -319,6 +319,15 @@ def test_a_failed_save_does_not_stop_training(tmp_path, caplog):
     assert "STEP 1 WAS NOT SAVED" in caplog.text and "NotADirectoryError" in caplog.text
 
 
+def test_a_disk_that_is_no_longer_mounted_is_not_replaced_by_the_one_below(tmp_path, monkeypatch):
+    checkpointer = Checkpointer(tmp_path)
+    assert checkpointer.save(1, {"w": jnp.ones(2)}, {}) and checkpointer.wait()
+    monkeypatch.setattr(manager, "device_of", lambda folder: -1)
+    assert checkpointer.save(2, {"w": jnp.ones(2)}, {}) and not checkpointer.wait()
+    assert "its disk is no longer mounted" in str(checkpointer.last_error)
+    assert names(tmp_path) == ["step_00000001"]
+
+
 def test_a_failure_in_the_background(folder, caplog, monkeypatch):
     tree = {"w": jnp.arange(8.0)}
     checkpointer = Checkpointer(folder, keep_last=1)
