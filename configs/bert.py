@@ -5,6 +5,7 @@ whether the two segments of a sample are swapped; a small model for a CPU. --con
 or --config=bert-base: an architecture of that name (`maxmeg models bert`), for GPUs.
 """
 
+from maxmeg.config.data import Builtin
 from maxmeg.config.model import DType
 from maxmeg.config.schema import Config, LrDecay
 from maxmeg.configs import gpt
@@ -17,11 +18,12 @@ def get_config(size: str = "") -> Config:
     config = use_architecture(Config(run_dir="runs/bert"), "bert-base")
     model, data = config.model, config.data
     model.dtype, model.num_layers, model.hidden_size = DType.float32, 4, 128
-    model.attention.num_heads = model.attention.num_kv_heads = 4
+    model.attention.num_heads, model.attention.num_kv_heads = 4, 0
     model.mlp.ffn_size = 512
     model.dropout_hidden = model.dropout_embedding = model.attention.dropout = 0.0
     model.vocab_size = model.max_position = 0  # as the tokenizer and the rows need
-    data.sequence_length = 128
+    data.sequence_length, data.builtin = 128, Builtin.sentences
+    data.tokenizer = "bytes?pad=<pad>&cls=<cls>&sep=<sep>&mask=<mask>"
     return small_run(config, 1e-3, 1e-4)
 
 

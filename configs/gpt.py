@@ -7,6 +7,7 @@ short qwen3-8b: that architecture from scratch with usual settings, for GPUs; gi
 --data.paths=PREFIX.
 """
 
+from maxmeg.config.data import Builtin
 from maxmeg.config.model import DType
 from maxmeg.config.schema import Config, LrDecay
 from maxmeg.models.registry import use_architecture
@@ -26,9 +27,8 @@ def get_config(size: str = "") -> Config:
         config.optim.weight_decay = 0.1
         return config
     config.model.dtype = DType.float32
-    config.model.hidden_size = 128
-    config.model.num_layers = 4
-    config.data.sequence_length = 128
+    config.model.hidden_size, config.model.num_layers = 128, 4
+    config.data.sequence_length, config.data.builtin = 128, Builtin.source
     config.data.split = "92,4,4"  # 21 files each; of 98,1,1 there are 5, whose losses differ
     config.train.global_batch_size = 8
     config.train.num_steps = 800

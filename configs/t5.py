@@ -7,6 +7,7 @@ the source lacks; a small model for a CPU. Pairs of texts: --data.objective=seq2
 --config=t5-base: an architecture of that name (`maxmeg models t5`), for GPUs.
 """
 
+from maxmeg.config.data import Builtin
 from maxmeg.config.model import DType
 from maxmeg.config.schema import Config
 from maxmeg.configs import gpt
@@ -21,9 +22,10 @@ def get_config(size: str = "") -> Config:
     model, data = config.model, config.data
     model.dtype, model.num_layers, model.hidden_size = DType.float32, 5, 128
     model.layers = "2(encoder_attention,encoder_mlp) encoder_norm *(attention,cross,mlp)"
-    model.attention.num_heads = model.attention.num_kv_heads = 4
+    model.attention.num_heads, model.attention.num_kv_heads = 4, 0
     model.attention.head_dim, model.mlp.ffn_size = 32, 256
     model.dropout_hidden = model.dropout_embedding = model.attention.dropout = 0.0
     model.vocab_size = model.max_position = 0  # as the tokenizer and the rows need
-    data.source_length, data.sequence_length = 128, 64
+    data.source_length, data.sequence_length, data.builtin = 128, 64, Builtin.sentences
+    data.tokenizer = "bytes?extra_ids=100&pad=<pad>&bos=<s>"
     return small_run(config, 1e-3, 1e-4)

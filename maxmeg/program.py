@@ -19,6 +19,7 @@ class Program:
     """The training and the evaluation step of a valid configuration, on all devices.
 
     compute_copy: the model -> the copy of it that eval_step reads for all batches of an evaluation.
+    traced_step: the training step, jitted and not compiled yet.
     abstract: the state's shapes, dtypes and shardings. rows: batch size -> the rows of the global
     batch that this process reads.
     """
@@ -36,7 +37,7 @@ class Program:
         self.optimizer = make_optimizer(config.optim, self.mesh, config.parallel.zero1, width)
         self.abstract = abstract_state(config, self.optimizer, self.mesh)
         step = make_train_step(config, self.mesh, self.optimizer, self.abstract, objective)
-        self.train_step = CompiledStep(step, print_memory)
+        self.traced_step, self.train_step = step, CompiledStep(step, print_memory)
         if config.train.rerun_bad_steps:
             self.train_step = with_rerun(self.train_step)
         self.compute_copy = make_compute_copy(config, self.mesh, self.abstract.model)

@@ -34,12 +34,13 @@ from maxmeg.parallel import multihost
 from maxmeg.parallel.batch import Batch
 from maxmeg.parallel.mesh import sizes_of
 from maxmeg.parallel.placement import place_batch, place_flag
+from maxmeg.planning.compile import check_step
 from maxmeg.planning.remedies import planned_kernels, planned_memory
 from maxmeg.planning.show.text import memory_table
 from maxmeg.program import Program
 from maxmeg.runtime.determinism import check_deterministic
 from maxmeg.runtime.faults.lock import lock_run
-from maxmeg.runtime.faults.out_of_memory import explains_out_of_memory
+from maxmeg.runtime.faults.out_of_memory import check_memory, explains_out_of_memory
 from maxmeg.runtime.faults.peers import ending_together
 from maxmeg.runtime.faults.signals import Interrupt
 from maxmeg.runtime.faults.watchdog import SAVING, Watchdog
@@ -72,6 +73,7 @@ class Run:
         self.source = source or Corpora(config)
         self.tokenizer = self.source.tokenizer
         resolve(config, self.tokenizer.vocab_size)
+        check_memory(config)
         self.config = config
         self.base: dict = {}  # identity of the frozen base, set when the state is there
         self.program = Program(config, self.tokenizer.byte_lengths(), objective)
@@ -273,6 +275,7 @@ def dry_run(config: Config) -> None:
                 print(*memory_table(memory), sep="\n", flush=True)
         if step < config.train.num_steps:
             run.open_data(step, metadata)
+        check_step(run.config, run.program)
     if multihost.is_primary():
         say("dry run: these settings are valid; nothing was trained or saved")
     multihost.shutdown()

@@ -27,6 +27,7 @@ from maxmeg.checkpoint.resume import resume
 from maxmeg.config.data import DataConfig
 from maxmeg.config.model import DType, ModelConfig
 from maxmeg.config.parallel import ParallelConfig
+from maxmeg.config.quantization import QuantizationRecipe
 from maxmeg.config.schema import CheckpointConfig, Config, LogConfig, OptimConfig, TrainConfig
 from maxmeg.config.setting import with_fields
 from maxmeg.data.source import Datasets
@@ -314,9 +315,16 @@ def test_a_dry_run_checks_and_prints_and_writes_nothing(corpus, tmp_path, capsys
         assert words in shown
     assert list(tmp_path.iterdir()) == [] and config == small(corpus, tmp_path / "run")
     assert "resume" not in shown
-    config.train.global_batch_size = 3
-    with pytest.raises(ValueError, match=r"train.global_batch_size=3 is not divisible"):
-        command(config, Options(dry_run=True))
+    for change, message in (
+        ({"train.global_batch_size": 3}, r"train.global_batch_size=3 is not divisible"),
+        ({"data.max_epochs": 0.1}, r"training corpora \d+ times, more than data.max_epochs=0.1"),
+        (
+            {"train.quantization.recipe": QuantizationRecipe.mxfp4},
+            r"has no effect|has blocks of 32 weights",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            command(with_fields(config, change), Options(dry_run=True))
 
 
 def test_a_run_folder_in_use_is_refused(corpus, tmp_path):

@@ -16,6 +16,12 @@ class DataOrder(enum.Enum):
     native = "native"
 
 
+class Builtin(enum.Enum):
+    none = "none"
+    source = "source"
+    sentences = "sentences"
+
+
 class Objective(enum.Enum):
     gpt = "gpt"
     sft = "sft"
@@ -80,8 +86,18 @@ class DataConfig:
     paths: tuple[str, ...] = setting(
         (),
         "prefixes of .bin/.idx files, divided by split: a blend by weights (0.7,a,0.3,b), or one "
-        "epoch of each (a,b); if no setting names a corpus: the source code of Python's library",
+        "epoch of each (a,b)",
         "--data-path",
+    )
+    max_epochs: float = setting(
+        1000.0,
+        "a run that would read its training corpora more often is refused; 0: never",
+        at_least=0,
+    )
+    builtin: Builtin = setting(
+        Builtin.none,
+        "corpus for a first try, if no other setting names one: the source code of Python's "
+        "standard library, or the sentences of its docstrings",
     )
     split: str = setting("969,30,1", "weights of train, validation and test", "--split")
     train_paths: tuple[str, ...] = setting(
@@ -344,6 +360,11 @@ class DataConfig:
         "--fim-no-prefix",
         needs="fim_rate",
     )
+
+    @property
+    def names_corpus(self) -> bool:
+        """Whether a setting names a corpus to train on."""
+        return bool(self.paths or self.train_paths or self.blend)
 
     @property
     def has_segments(self) -> bool:

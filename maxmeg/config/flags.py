@@ -21,6 +21,7 @@ from maxmeg.config.schema import Config
 from maxmeg.config.setting import check_sizes, declared_problems, set_field, walk
 
 Texts = Sequence[str]  # an option that may be repeated; values are not split at commas
+WARMUPS = ("optim.warmup_steps", "optim.warmup_samples", "optim.warmup_fraction")
 UNNAMED = {"log", "run_dir"}  # the first of these that a command has may stand without its name
 HELP = {"--help", "-h", "-help", "--helpfull"}
 PRINT = {"--print_config": False, "--print_config=diff": True}  # whether only changed fields
@@ -80,6 +81,8 @@ def parse(
         set_field(config, path, value)
     if config is not None:
         check_sizes(config)
+        if len(warmups := [name for name in WARMUPS if name in settings]) > 1:
+            raise ValueError(f"{' and '.join(warmups)} are set, but one alone is read: choose one")
         if has_pattern(config.model) and (unread := [*unread_settings(config.model, settings)]):
             raise ValueError("\n".join(unread))
     if options is None:

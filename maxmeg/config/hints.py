@@ -71,12 +71,13 @@ SYNONYMS = {
     "checkpoint.init_from": "model_name_or_path pretrained_model_name_or_path"
     " pretrained_checkpoint load_parameters_path initial_load_path",
     "checkpoint.load": "resume resume_from resume_from_checkpoint load_full_state_path",
-    "checkpoint.save_every": "save_steps save_interval checkpoint_interval checkpoint_period",
+    "checkpoint.save_every": "save_steps save_interval checkpoint_interval checkpoint_period"
+    " interval",
     "checkpoint.keep_last": "save_total_limit keep_latest_k max_to_keep",
     "log.every": "log_interval logging_steps log_freq log_period log_every",
     "log.wandb_project": "wandb use_wandb report_to enable_wandb",
     "log.profile_start": "profile enable_profiling profiler_steps skip_first_n_steps_for_profiler",
-    "lora.rank": "r lora_r lora_rank",
+    "lora.rank": "r lora_r lora_rank use_lora",
     "lora.alpha": "lora_alpha",
     "lora.dropout": "lora_dropout",
     "lora.targets": "target_modules lora_target_modules",
@@ -110,13 +111,15 @@ _ROOTS = ("runs", "configs", "data", "checkpoints", "models")  # folder names, n
 def nearest(name: str, paths: Iterable[str]) -> str | None:
     """Return the dotted path that `name` (dotted or not) most likely means, or None.
 
-    First a field of that name in any section, or that another framework calls so, preferably in the
-    named section; then the most similar path.
+    First a field that another framework calls so, then one of that name in any section, preferably
+    in the named section; then the most similar path.
     """
     paths = list(paths)
     section, _, last = name.replace("-", "_").lower().rpartition(".")
-    same = [path for path in paths if path.rpartition(".")[2] == last]
-    same += [path for path, names in SYNONYMS.items() if last in names.split() and path in paths]
+    named = [path for path in paths if path.rpartition(".")[2] == last]
+    same = [path for path, names in SYNONYMS.items() if last in names.split() and path in paths]
+    known = section and any(path.startswith(f"{section}.") for path in paths)
+    same = [*named, *same] if known else [*same, *named]
     same.sort(key=lambda path: path.rpartition(".")[0] != section)
     return next(iter(same + difflib.get_close_matches(name, paths, 1, 0.6)), None)
 

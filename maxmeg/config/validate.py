@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from maxmeg.config import retrieval, source
 from maxmeg.config.context import DELTA, KINDS, context_problems
-from maxmeg.config.data import DataConfig, DataOrder, Objective, Packing
+from maxmeg.config.data import Builtin, DataConfig, DataOrder, Objective, Packing
 from maxmeg.config.labelled import Scored
 from maxmeg.config.layers import OVERLAPPED
 from maxmeg.config.mixers import TensorOverlap
@@ -324,8 +324,9 @@ def objective_problems(data: DataConfig):
         yield f"data.packing={data.packing.value} is not for data.objective={name}: leave it out"
     if is_masked and data.order is not DataOrder.megatron:
         yield f"data.order={data.order.value} is not for data.objective={name}: set order=megatron"
-    if is_masked and not (data.paths or data.train_paths or data.blend):
-        yield f"data.objective={name} needs a corpus of sentences: set data.paths=PREFIX"
+    if is_masked and not (data.names_corpus or data.builtin is Builtin.sentences):
+        how = "of `maxmeg preprocess --split_sentences`, or data.builtin=sentences"
+        yield f"data.objective={name} needs a corpus of sentences: set data.paths=PREFIX {how}"
     if data.objective is Objective.seq2seq and (data.blend or not (data.paths or data.train_paths)):
         yield "data.objective=seq2seq needs aligned corpora: set data.paths=SOURCE,TARGET"
     if data.blend_changes and is_whole:

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 
-from maxmeg.config.data import DataConfig, DataOrder, Objective
+from maxmeg.config.data import Builtin, DataConfig, DataOrder, Objective
 from maxmeg.config.schema import Config
 from maxmeg.data.corpus import mock, remote
 from maxmeg.data.corpus.indexed import IndexedDataset
@@ -16,7 +16,7 @@ from maxmeg.data.masked.bert import BertDataset
 from maxmeg.data.masked.masking import Vocabulary
 from maxmeg.data.masked.sentences import SentenceOrder
 from maxmeg.data.masked.t5 import T5Dataset
-from maxmeg.data.prepare import standard_library as default_corpus
+from maxmeg.data.prepare import standard_library as builtin_corpus
 from maxmeg.data.resuming import Record, kept_parts
 from maxmeg.data.retrieval.ict import IctDataset
 from maxmeg.data.retrieval.pairs import PairDataset, read_pairs
@@ -66,18 +66,25 @@ def open_corpus(config: DataConfig, run_dir: str) -> tuple[Tokenizer, list[str]]
     """Load the tokenizer, and return the prefixes of the .bin/.idx files in data.paths (with
     weights if given).
 
-    Where the settings name no corpus, the default corpus is tokenized on first use, into
-    data.cache_dir or RUN_DIR/data. The list is empty where data.blend or the paths of single splits
-    name the corpora.
+    A built-in corpus is tokenized on first use, into data.cache_dir or RUN_DIR/data. The list is
+    empty where data.blend or the paths of single splits name the corpora. ValueError if no setting
+    names a corpus.
     """
     tokenizer = load_tokenizer(config.tokenizer)
     if config.mock:
         return tokenizer, ["mock"]
     if config.paths or config.blend or any(_paths_of_splits(config)):
         return tokenizer, list(config.paths)
-    return tokenizer, [
-        default_corpus.standard_library(cache_folder(config, run_dir), config.tokenizer)
-    ]
+    folder, builtin = cache_folder(config, run_dir), config.builtin
+    if builtin is Builtin.none:  # runs of earlier versions have the first one without its name
+        builtin = Builtin.source
+        if not builtin_corpus.folder_of(folder, config.tokenizer, builtin).is_dir():
+            raise ValueError(
+                "no setting names a corpus: set data.paths=PREFIX (`maxmeg preprocess` writes "
+                "corpora) and data.tokenizer to the tokenizer that wrote it; or, for a try, "
+                "data.mock=true"
+            )
+    return tokenizer, [builtin_corpus.standard_library(folder, config.tokenizer, builtin)]
 
 
 def cache_folder(config: DataConfig, run_dir: str) -> str:

@@ -30,6 +30,7 @@ from maxmeg.parallel.placement import LocalRows, batch_spec
 from maxmeg.planning import absent, hlo
 from maxmeg.planning.hardware import cluster, parse_cluster
 from maxmeg.planning.report import Collective, Compiled
+from maxmeg.program import Program
 from maxmeg.runtime.gpu_environment import absent_environment
 from maxmeg.state import abstract_state
 from maxmeg.step import make_train_step
@@ -126,6 +127,14 @@ def abstract_step(config: Config, mesh: jax.sharding.Mesh) -> tuple:
     abstract = abstract_state(config, optimizer, mesh)
     train_step = make_train_step(config, mesh, optimizer, abstract)
     return train_step, (abstract, abstract_batch(config, mesh), abstract_controls(mesh))
+
+
+def check_step(config: Config, program: Program) -> None:
+    """Trace the training step, which raises the errors that it would raise in a run; compile
+    nothing."""
+    mesh = program.mesh
+    batch, controls = abstract_batch(config, mesh), abstract_controls(mesh)
+    jax.eval_shape(program.traced_step, program.abstract, batch, controls)
 
 
 def abstract_batch(config: Config, mesh: jax.sharding.Mesh) -> Batch:

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from maxmeg.config.data import Builtin
 from maxmeg.data.corpus.indexed import IndexedDataset
 from maxmeg.data.prepare import standard_library as module
-from maxmeg.data.prepare.standard_library import source_files, standard_library
+from maxmeg.data.prepare.standard_library import docstrings, source_files, standard_library
 
 
 @pytest.fixture
@@ -35,6 +36,14 @@ def test_a_damaged_cache_is_named(tmp_path, few_files):
     Path(prefix + ".bin").write_bytes(b"short")
     with pytest.raises(ValueError, match=r"python_text_document\.bin has 5 bytes"):
         standard_library(tmp_path, "bytes")
+
+
+def test_sentences_are_those_of_docstrings(tmp_path, few_files):
+    corpus = IndexedDataset(standard_library(tmp_path, "bytes", Builtin.sentences))
+    files = [path for path in module.source_files() if docstrings(path)]
+    assert corpus.num_documents == len(files) < len(corpus)
+    first = bytes(corpus.get(0).astype("u1")).decode()
+    assert first == docstrings(files[0])[0] and first.split()[0] in files[0].read_text("utf-8")
 
 
 def test_another_tokenizer_is_another_folder(tmp_path, vocabularies, few_files):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import maxmeg
+from maxmeg.config.data import Builtin
 from maxmeg.config.schema import Config
 from maxmeg.data.build import build_dataset, open_corpus
 from maxmeg.data.corpus.indexed import IndexedDataset, IndexedWriter
@@ -235,7 +236,11 @@ def test_evaluation_reads_the_same_batches_each_time(dataset):
 def test_the_default_corpus_is_made_once(tmp_path, caplog):
     caplog.set_level("INFO")
     config = Config()
+    with pytest.raises(ValueError, match=r"no setting names a corpus: set data.paths=PREFIX"):
+        open_corpus(config.data, str(tmp_path / "run"))
+    config.data.builtin = Builtin.source
     tokenizer, (prefix,) = open_corpus(config.data, str(tmp_path / "run"))
+    config.data.builtin = Builtin.none  # a run that an earlier version has begun
     assert prefix.startswith(str(tmp_path / "run" / "data"))
     assert open_corpus(config.data, str(tmp_path / "run"))[1] == [prefix]
     assert caplog.text.count("files of Python's standard library") == 1

@@ -49,6 +49,17 @@ def explains_out_of_memory(remedies: str = "") -> Callable:
     return decorate
 
 
+def check_memory(config: Config) -> None:
+    """MemoryError if a run on CPUs needs more memory than this machine has, by the planner: the
+    operating system would end the process without a word."""
+    planned = planned_memory(config, jax.device_count())
+    if planned is None or memory_limit() is not None:
+        return
+    needed = sum(planned.values()) * jax.local_device_count()
+    if needed > host_memory():
+        raise MemoryError(f"a step needs about {memory_size(needed)}, by the planner")
+
+
 def explanation(error: BaseException, argument: Any, remedies: str) -> str:
     """The text of the MemoryError that `explains_out_of_memory` raises."""
     happened = what_happened(error)
