@@ -1,8 +1,10 @@
-"""BERT on sentences: maxmeg train --config=bert --data.paths=PREFIX --data.tokenizer=wordpiece:FILE
+"""BERT on sentences: python -m maxmeg.train --config=configs/bert.py (in short: --config=bert)
 
-PREFIX: a corpus written by `maxmeg preprocess --split_sentences`. Predicts masked tokens and
-whether the two segments of a sample are swapped; a small model for a CPU. --config=bert:bert-base,
-or --config=bert-base: an architecture of that name (`maxmeg models bert`), for GPUs.
+Predicts masked tokens, and whether two segments are swapped. Alone: a small model of the bytes of
+docstrings of Python's standard library; 3 to 4 minutes on two CPU cores, validation loss about 2.9
+nats per masked byte (3.2 by frequencies alone: BERT learns slowly). Other corpora: a PREFIX written
+by `maxmeg preprocess --split_sentences`, and its --data.tokenizer. --config=bert:bert-base: an
+architecture of that name (`maxmeg models bert`), for GPUs.
 """
 
 from maxmeg.config.data import Builtin
@@ -18,8 +20,7 @@ def get_config(size: str = "") -> Config:
     config = use_architecture(Config(run_dir="runs/bert"), "bert-base")
     model, data = config.model, config.data
     model.dtype, model.num_layers, model.hidden_size = DType.float32, 4, 128
-    model.attention.num_heads, model.attention.num_kv_heads = 4, 0
-    model.mlp.ffn_size = 512
+    model.attention.num_heads, model.attention.num_kv_heads, model.mlp.ffn_size = 4, 0, 512
     model.dropout_hidden = model.dropout_embedding = model.attention.dropout = 0.0
     model.vocab_size = model.max_position = 0  # as the tokenizer and the rows need
     data.sequence_length, data.builtin = 128, Builtin.sentences

@@ -3,11 +3,16 @@
     maxmeg convert --input=SmolLM2-135M --output=runs/smollm2
     maxmeg train --config=finetune:runs/smollm2 --data.paths=PREFIX
 
-On chats, with the loss on what the assistant says: `--data.objective=sft --data.paths=chats.jsonl
---data.packing=best_fit`.
+A try with the model of configs/gpt.py, half a minute on two CPU cores, validation loss as before
+(1.74 nats per byte):
 
-Architecture and tokenizer are the folder's. `--model.vocab_size` may grow, and what positions and
-windows depend on may change; `--lora.rank=16` trains adapters beside the frozen model.
+    python -m maxmeg.train --config=configs/finetune.py:runs/gpt --data.builtin=source \\
+        --data.split=92,4,4 --train.num_steps=50 --train.global_batch_size=8
+
+On chats, with the loss on what the assistant says: `--data.objective=sft --data.paths=chats.jsonl
+--data.packing=best_fit`. Architecture and tokenizer are the folder's. `--model.vocab_size` may
+grow, and what positions and windows depend on may change; `--lora.rank=16` trains adapters beside
+the frozen model.
 """
 
 import os

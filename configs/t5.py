@@ -1,10 +1,11 @@
-"""T5 on sentences: maxmeg train --config=t5 --data.paths=PREFIX --data.tokenizer=SPEC
+"""T5 on sentences: python -m maxmeg.train --config=configs/t5.py (in short: --config=t5)
 
-PREFIX: a corpus written by `maxmeg preprocess --split_sentences`, by a tokenizer with padding, a
-first token and sentinels, such as bytes?extra_ids=100&pad=<pad>&bos=<s>. Predicts the spans that
-the source lacks; a small model for a CPU. Pairs of texts: --data.objective=seq2seq
---data.paths=SOURCE,TARGET, written by `maxmeg preprocess --aligned`. --config=t5:t5-base, or
---config=t5-base: an architecture of that name (`maxmeg models t5`), for GPUs.
+Predicts the spans that the source lacks. Alone: a small model of the bytes of docstrings of
+Python's standard library; 3 minutes on two CPU cores, validation loss about 2.5 nats per target.
+Other corpora: a PREFIX written by `maxmeg preprocess --split_sentences`, and its --data.tokenizer,
+which has padding, a first token and sentinels. Pairs of texts: --data.objective=seq2seq
+--data.paths=SOURCE,TARGET, written by `maxmeg preprocess --aligned`. --config=t5:t5-base: an
+architecture of that name (`maxmeg models t5`), for GPUs.
 """
 
 from maxmeg.config.data import Builtin
