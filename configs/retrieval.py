@@ -2,10 +2,10 @@
 
 A sentence of a block is the query, and the block is to be found (inverse cloze task). Alone: a
 small model of the bytes of docstrings of Python's standard library; half an hour on two CPU cores,
-after which few blocks are found: trained weights are needed (docs/retrieval.md). Other corpora: a PREFIX written by `maxmeg preprocess --split_sentences`, and its tokenizer.
---data.objective=retrieve reads queries and their texts from JSON lines. --config=retrieval:FOLDER
-begins with the layers of a trained BERT; retrieval:FOLDER,separate, or retrieval:,separate, has an
-encoder of queries and another of texts. `maxmeg retrieve` embeds a corpus and searches it.
+after which few blocks are found: begin with a trained BERT, --config=retrieval:FOLDER (numbers:
+docs/retrieval.md). Other corpora: a PREFIX written by `maxmeg preprocess --split_sentences`.
+--data.objective=retrieve reads queries and their texts from JSON lines. retrieval:FOLDER,separate,
+or retrieval:,separate, has an encoder of queries and another of texts.
 """
 
 import os

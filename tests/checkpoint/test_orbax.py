@@ -30,7 +30,7 @@ def test_orbax_alone_restores_a_checkpoint_as_the_documentation_says(tmp_path):
     assert checkpointer.wait()
     text = (REPOSITORY / "docs/checkpoints.md").read_text()
     code = re.search(r"```python\n(import orbax.*?)```", text, re.DOTALL)
-    assert code and code[1].count("\n") == 5
+    assert code
     names: dict = {}
     exec(code[1].replace("/data/runs/gpt/checkpoints", str(tmp_path)), names)
     assert set(names["arrays"]) == {"model", "step"} and names["arrays"]["step"] == 2
