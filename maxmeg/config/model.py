@@ -248,6 +248,10 @@ class ModelConfig:
         return self.mamba.num_heads or 2 * self.hidden_size // self.mamba.head_dim
 
     @property
+    def mamba_groups(self) -> int:
+        return self.mamba.num_groups or math.gcd(8, self.mamba_heads)
+
+    @property
     def delta_key_heads(self) -> int:
         return self.delta.num_key_heads or self.delta.num_heads
 

@@ -316,7 +316,7 @@ def mamba_problems(model: ModelConfig) -> Iterator[str]:
             f"{2 * model.hidden_size}: choose it in {divisors(2 * model.hidden_size)}, or set "
             "model.mamba.num_heads"
         )
-    elif heads % mamba.num_groups:
+    elif heads % model.mamba_groups:
         yield (
             f"model.mamba.num_groups={mamba.num_groups} does not divide the {heads} heads of "
             f"Mamba-2: choose it in {divisors(heads)}, or change model.mamba.num_heads"

@@ -35,11 +35,12 @@ class MambaConfig:
     )
     head_dim: int = setting(64, "number of channels of a head", "--mamba-head-dim", at_least=1)
     num_groups: int = setting(
-        8,
+        0,
         "number of groups of heads that share keys (B) and queries (C): a divisor of the number of "
-        "heads, and a multiple or divisor of parallel.tensor",
+        "heads, and a multiple or divisor of parallel.tensor; 0: the largest divisor of both 8 and "
+        "the heads",
         "--mamba-num-groups",
-        at_least=1,
+        at_least=0,
     )
     state_size: int = setting(
         128, "size of the state of a channel", "--mamba-state-dim", at_least=1

@@ -201,7 +201,7 @@ def head_problems(model: ModelConfig, tensor: int):
         ),
         (
             ("mamba",),
-            (model.mamba_heads, model.mamba.num_groups),
+            (model.mamba_heads, model.mamba_groups),
             ("mamba.num_heads", "mamba.num_groups"),
         ),
         (

@@ -151,7 +151,7 @@ def mamba_spec(config: ModelConfig, parallel: ParallelConfig) -> MambaSpec:
         hidden_size=config.hidden_size,
         num_heads=config.mamba_heads,
         head_dim=mamba.head_dim,
-        num_groups=mamba.num_groups,
+        num_groups=config.mamba_groups,
         state_size=mamba.state_size,
         kernel_size=mamba.kernel_size,
         bias=mamba.bias,

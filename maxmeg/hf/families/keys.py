@@ -24,6 +24,7 @@ RESOLVED = {  # fields in which 0 stands for another size -> the property that r
     "mlp.ffn_size": "ffn",
     "moe.ffn_size": "expert_ffn",
     "mamba.num_heads": "mamba_heads",
+    "mamba.num_groups": "mamba_groups",
     "delta.num_key_heads": "delta_key_heads",
     "delta.value_size": "delta_value_size",
 }

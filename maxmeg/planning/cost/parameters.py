@@ -94,7 +94,7 @@ def _conv(model: ModelConfig) -> int:
 
 def _mamba(model: ModelConfig) -> int:
     D, H, mamba = model.hidden_size, model.mamba_heads, model.mamba
-    width, keys = H * mamba.head_dim, 2 * mamba.num_groups * mamba.state_size
+    width, keys = H * mamba.head_dim, 2 * model.mamba_groups * mamba.state_size
     convolved = (mamba.kernel_size + mamba.conv_bias) * (width + keys)
     inward = _linear(D, 2 * width + keys + H, mamba.bias)
     return inward + convolved + 3 * H + width * mamba.norm + _linear(width, D, mamba.bias)
