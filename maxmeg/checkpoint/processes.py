@@ -93,10 +93,10 @@ class Processes:
             problem, values = self._exchange(tag, problem, value if share else None)
         else:
             values = [value]
+        if cause and self.count == 1 and isinstance(cause, failure or Exception):
+            raise cause
         if problem and failure:
             raise failure(problem.text) from cause
-        if cause and self.count == 1:
-            raise cause
         if problem:
             raise problem.error() from cause
         return value, values

@@ -21,6 +21,12 @@ RESTART_CODE = 75  # EX_TEMPFAIL: a hang or a lost process or disk; launchers st
 TRANSIENT = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EREMOTEIO}
 TRANSIENT |= {errno.ECONNABORTED, errno.ECONNREFUSED, errno.ECONNRESET}
 TRANSIENT |= {errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH}
+REMEDIES = {
+    errno.EEXIST: "a file is there: name a folder",
+    errno.ENOTDIR: "a file is there: name a folder",
+    errno.EROFS: "nothing can be written there: name a folder on another file system",
+    errno.ENOSPC: "free some space, or name a folder on another disk",
+}
 _PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 _STANDARD_LIBRARY = pathlib.Path(sysconfig.get_path("stdlib")).resolve()
 _LIBRARIES = {"site-packages", "dist-packages"}  # folders of installed packages
@@ -58,7 +64,9 @@ def is_for_user(error: BaseException) -> bool:
 
 def _os_error_text(error, config, options):
     """Return the text of an OSError, with the setting that holds its path."""
-    if not isinstance(error.filename, str) or not error.strerror:
+    if error.errno == errno.EADDRINUSE and hasattr(options, "port"):
+        return f"--port={options.port} is taken: --port=0 finds a free one ({error})"
+    if not isinstance(error.filename, str | os.PathLike) or not error.strerror:
         return str(error)
     place = os.path.abspath(error.filename)
     settings = [
@@ -73,8 +81,9 @@ def _os_error_text(error, config, options):
     if not inside + above:
         return str(error)
     name, value = max(inside or above[:1], key=lambda setting: len(os.path.abspath(setting[1])))
-    where = "" if value == error.filename else f" ({error.filename})"
-    return f"--{name}={value}: {error.strerror}{where}; name a path that can be used"
+    where = "" if value == os.fspath(error.filename) else f" ({error.filename})"
+    remedy = REMEDIES.get(error.errno, "name a path that can be used")
+    return f"--{name}={value}: {error.strerror}{where}; {remedy}"
 
 
 def _is_inside(path, folder):
