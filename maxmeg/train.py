@@ -295,7 +295,7 @@ def main(
     with interrupt, Watchdog(config) as watchdog, lock_run(config.run_dir) as lock:
         run = Run(config := prepare(config), watchdog, source, objective)
         if lock is not None:
-            run.checkpointer.before_publish = lock.check
+            run.checkpointer.may_write = lock.check
         begun = start(
             config,
             run.checkpointer,

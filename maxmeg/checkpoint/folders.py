@@ -18,7 +18,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
 from maxmeg.checkpoint.integrity import Manifest, describe_files, write_manifest
-from maxmeg.checkpoint.places import ARRAYS, place_of, remove, steps_in
+from maxmeg.checkpoint.places import ARRAYS, make, place_of, remove, steps_in
 from maxmeg.checkpoint.storage import describes
 from maxmeg.runtime.object_storage import is_remote
 
@@ -79,7 +79,7 @@ class Saving:
     """
 
     def __init__(self, folder: Path, retention: Retention) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        make(folder)
         if not is_remote(folder):
             for left in folder.glob("step_*.tmp"):  # by versions that wrote format 1
                 shutil.rmtree(left, ignore_errors=True)

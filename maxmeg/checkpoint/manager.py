@@ -82,7 +82,8 @@ class Checkpointer:
         self._asynchronous = asynchronous
         self._verify = verify
         self.processes = Processes(f"checkpoint/{folder}", timeout_seconds)
-        self.before_publish: Callable[[], None] = lambda: None  # an error of it fails the save
+        # Called before a save begins and before it is published; its error fails the save.
+        self.may_write: Callable[[], None] = lambda: None
         self._thread: threading.Thread | None = None
         self._device: int | None = None  # of the last save
         self._corrupt: set[int] = set()
@@ -121,7 +122,7 @@ class Checkpointer:
 
         def publish(tensors: dict[str, Tensor]) -> None:
             for each in saving:
-                self.before_publish()
+                self.may_write()
                 each.publish(Manifest(step, metadata, tensors, {}))
 
         def work() -> None:
@@ -143,8 +144,9 @@ class Checkpointer:
 
     def start(self, step: int) -> "Saving":
         """Create the temporary folder of a step's checkpoint, on one process."""
-        from maxmeg.checkpoint.folders import Retention, Saving  # a second
+        from maxmeg.checkpoint.folders import Retention, Saving  # imports Orbax: a second
 
+        self.may_write()
         if self._device not in (None, device_of(self.folder)):
             raise OSError(errno.ENODEV, "its disk is no longer mounted", str(self.folder))
         damaged = self._corrupt - {step}

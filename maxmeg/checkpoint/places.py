@@ -1,5 +1,6 @@
 """Folders of checkpoints, on a disk or at gs:// or s3://, as paths that behave like pathlib's."""
 
+import errno
 import os
 import re
 import shutil
@@ -27,6 +28,15 @@ def place_of(folder: str | os.PathLike[str]) -> Path:
 
     file_system(text)
     return typing.cast(Path, epath.Path(text))
+
+
+def make(folder: Path) -> None:
+    """Create a folder, and those above it. A bucket is not created: its name may be misspelt."""
+    if not is_remote(folder):
+        return folder.mkdir(parents=True, exist_ok=True)
+    files, root = file_system(os.fspath(folder))
+    if not files.exists(bucket := root.partition("/")[0]):
+        raise FileNotFoundError(errno.ENOENT, f"there is no bucket {bucket}", os.fspath(folder))
 
 
 def refresh(place: Path) -> None:

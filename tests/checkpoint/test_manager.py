@@ -319,6 +319,30 @@ def test_a_failed_save_does_not_stop_training(tmp_path, caplog):
     assert "STEP 1 WAS NOT SAVED" in caplog.text and "NotADirectoryError" in caplog.text
 
 
+def test_a_bucket_is_not_created(s3):
+    checkpointer = Checkpointer("s3://absent-bucket/run")
+    assert checkpointer.steps() == []
+    assert checkpointer.save(1, {"w": jnp.ones(2)}, {}) and not checkpointer.wait()
+    assert "there is no bucket absent-bucket" in str(checkpointer.last_error)
+
+
+@pytest.mark.parametrize("calls", [0, 1], ids=["before it begins", "before it is published"])
+def test_a_run_that_has_lost_its_folder_writes_nothing(folder, calls):
+    """Another run may write there now."""
+    checkpointer = Checkpointer(folder)
+    assert checkpointer.save(1, {"w": jnp.ones(2)}, {}) and checkpointer.wait()
+    left = iter(range(calls))
+
+    def may_write():
+        if next(left, None) is None:
+            raise OSError("taken over")
+
+    checkpointer.may_write = may_write
+    assert checkpointer.save(2, {"w": jnp.ones(2)}, {}) and not checkpointer.wait()
+    assert "taken over" in str(checkpointer.last_error)
+    assert names(folder) == ["step_00000001"]
+
+
 def test_a_disk_that_is_no_longer_mounted_is_not_replaced_by_the_one_below(tmp_path, monkeypatch):
     checkpointer = Checkpointer(tmp_path)
     assert checkpointer.save(1, {"w": jnp.ones(2)}, {}) and checkpointer.wait()

@@ -303,7 +303,10 @@ def test_user_errors_are_one_line_and_bugs_keep_their_traceback(config_file, cap
 
 
 def test_os_errors_name_the_setting(config_file, capsys):
-    for folder, shown in (("/a/x", f"Not a directory ({config_file}/"), ("", "File exists; a file is there: name a folder")):
+    for folder, shown in (
+        ("/a/x", f"Not a directory ({config_file}/"),
+        ("", "File exists; a file is there: name a folder"),
+    ):
         argv = ["prog", f"--config={config_file}", f"--run_dir={config_file}{folder}"]
         with pytest.raises(SystemExit) as stop:
             flags.run_command(lambda config: os.makedirs(config.run_dir), argv=argv)
