@@ -179,7 +179,7 @@ def test_the_curve_is_drawn_at_validations_and_the_last_one_is_told(tmp_path):
     assert image.startswith(b"\x89PNG")
     plot_loss(tmp_path / "metrics.jsonl", tmp_path / "again.png", tmp_path.name)
     assert (tmp_path / "again.png").read_bytes() == image
-    words = "validation loss: 0.5000 nats per byte (0.721 bits) at step 3"
+    words = "validation loss: 2.0000 at step 3 (0.5000 nats per byte, 0.721 bits)"
     assert validation_words(str(tmp_path)) == words
 
 

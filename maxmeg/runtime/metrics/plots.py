@@ -60,17 +60,16 @@ def write_plots(run_dir: str) -> dict[str, str]:
 
 
 def validation_words(run_dir: str) -> str:
-    """The last validation's loss, in nats per byte where the tokenizer gives bytes; or ""."""
+    """The last validation's loss, also per byte where the tokenizer gives bytes; or ""."""
     names = ("validation_loss", "validation_loss_per_byte")
     found = series(os.path.join(run_dir, METRICS_FILE), names)
     (steps, per_token), (_, per_byte) = (found[name] for name in names)
     if not steps:
         return ""
+    words = f"validation loss: {per_token[-1]:.4f} at step {steps[-1]}"
     if per_byte:
-        loss = f"{per_byte[-1]:.4f} nats per byte ({per_byte[-1] / math.log(2):.3f} bits)"
-    else:
-        loss = f"{per_token[-1]:.4f} nats per token"
-    return f"validation loss: {loss} at step {steps[-1]}"
+        words += f" ({per_byte[-1]:.4f} nats per byte, {per_byte[-1] / math.log(2):.3f} bits)"
+    return words
 
 
 def _title(run_dir: str) -> str:
