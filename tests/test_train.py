@@ -318,6 +318,7 @@ def test_a_dry_run_checks_and_prints_and_writes_nothing(corpus, tmp_path, capsys
     for change, message in (
         ({"train.global_batch_size": 3}, r"train.global_batch_size=3 is not divisible"),
         ({"data.max_epochs": 0.1}, r"training corpora \d+ times, more than data.max_epochs=0.1"),
+        ({"train.num_steps": 2**53}, r"training corpora [\d,]+ times, more than data.max_epochs="),
         (
             {"train.quantization.recipe": QuantizationRecipe.mxfp4},
             r"has no effect|has blocks of 32 weights",

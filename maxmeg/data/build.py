@@ -170,7 +170,7 @@ def build_dataset(
         length, order = config.sequence_length, None
         if not is_native:
             parts = kept_parts(saved, members, (split, split_index, length, seed), size)
-            order = MegatronOrder(size, cache_dir, parts)
+            order = MegatronOrder(size, cache_dir, parts, config.max_epochs * (not split_index))
         return GptDataset(members, split, split_index, length, num_ids, seed, rules, order)
 
     def added(name: str) -> GptDataset:

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from maxmeg.config.data import DataConfig
 from maxmeg.config.schema import Config
 from maxmeg.data.build import (
     build_dataset,
@@ -16,6 +15,7 @@ from maxmeg.data.build import (
 from maxmeg.data.inspect.composition import print_data
 from maxmeg.data.resuming import warn_of_order
 from maxmeg.data.samples.gpt import Dataset
+from maxmeg.data.samples.sampling import check_epochs
 from maxmeg.data.tokenizers.tokenizer import Tokenizer
 from maxmeg.optim.schedules import Schedules
 from maxmeg.parallel import multihost
@@ -48,17 +48,6 @@ class Datasets:
         return self.train, self.validation
 
 
-def check_epochs(config: DataConfig, train: Dataset, num_samples: int) -> None:
-    """ValueError for a run that reads its training set more often than data.max_epochs."""
-    epochs = num_samples / train.samples_per_epoch
-    if 0 < config.max_epochs < epochs:
-        raise ValueError(
-            f"the run would read the {train.samples_per_epoch:,} samples of its training corpora "
-            f"{epochs:,.0f} times, more than data.max_epochs={config.max_epochs:g}: use a larger "
-            "corpus or a smaller train.num_steps, or raise data.max_epochs"
-        )
-
-
 class Corpora:
     """The corpora that the settings in `config.data` name."""
 
@@ -76,7 +65,7 @@ class Corpora:
         where = (config.data, self._prefixes, self.tokenizer)
         train = build_dataset(*where, 0, *common, asked[0], folder)
         assert train is not None  # an empty training split is an error
-        check_epochs(config.data, train, schedules.total_samples)
+        check_epochs(schedules.total_samples / train.samples_per_epoch, config.data.max_epochs)
         validation = build_validation(*where, *common, asked[1], folder)
         if multihost.is_primary():
             warn_of_order(saved, train, schedules.consumed_samples(step))

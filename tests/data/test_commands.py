@@ -37,6 +37,9 @@ def test_a_run_is_inspected(prefix, tmp_path, capsys):
     run = ["--config=gpt", f"--data.paths={prefix}", "--config.data.split=1,0,0"]
     run += [f"--run_dir={tmp_path}/run", "--data.sequence_length=8"]
     report = tmp_path / "r.html"
+    assert preprocess.main(["inspect", *run]) == 2
+    assert "2,845 times, more than data.max_epochs=1000" in capsys.readouterr().err
+    run += ["--data.max_epochs=0"]
     assert preprocess.main(["inspect", *run, f"--report={report}"]) == 0
     shown = capsys.readouterr().out
     assert re.search("^train +2 +18 ", shown, re.MULTILINE)

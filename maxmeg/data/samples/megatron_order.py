@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from maxmeg.data.corpus.stored import cached, digest
-from maxmeg.data.samples.sampling import Pieces, Samples, check_indices, cut, joined
+from maxmeg.data.samples.sampling import Pieces, Samples, check_epochs, check_indices, cut, joined
 from maxmeg.data.workers import Arrays
 
 _LAST_EPOCH = 0.80  # a last epoch that is used less than this is shuffled by itself
@@ -27,12 +27,13 @@ class MegatronOrder:
     num_samples: samples that the run reads; they decide the number of epochs that are shuffled
     together. None means one epoch. cache_dir: the folder for the permutations; empty keeps them in
     memory. parts: (first sample, num_samples) of each part of the order of a run whose length was
-    changed, from `continued`; empty for an order of one part.
+    changed, from `continued`; empty for an order of one part. max_epochs: as data.max_epochs.
     """
 
     num_samples: int | None = None
     cache_dir: str = ""
     parts: tuple[tuple[int, int | None], ...] = ()
+    max_epochs: float = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +87,7 @@ class MegatronSamples(Samples):
         if not self.num_tokens or not (self.samples_per_epoch or requested):
             raise self.too_small()
         self.plan = plan_epochs(self.num_tokens, sequence_length, requested)
+        check_epochs(self.plan.num_epochs, order.max_epochs)
         self.num_samples = self.plan.num_samples
         self._seed = seed
         num_documents = self.plan.num_epochs * len(self.lengths)

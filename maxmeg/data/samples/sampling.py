@@ -284,3 +284,13 @@ class GptSamples(Samples):
         count = len(self.lengths)
         order = shuffled(count, self._seed, epoch, 0) if self._shuffle else np.arange(count)
         return order, np.cumsum(self.lengths[order], dtype=np.int64)
+
+
+def check_epochs(epochs: float, most: float) -> None:
+    """ValueError for a run that reads its training corpora too often. most: 0 means any number."""
+    if 0 < most < epochs:
+        raise ValueError(
+            f"the run would read its training corpora {epochs:,.0f} times, more than "
+            f"data.max_epochs={most:g}: use a larger corpus or a smaller train.num_steps, or raise "
+            "data.max_epochs"
+        )
