@@ -1,8 +1,8 @@
 """Folders of checkpoints, local or remote: names, atomic commit and retention by Orbax.
 
 Orbax runs on process 0 alone, so that no process waits inside it for another that is gone: the
-processes agree through `processes.Processes`, which names the one that failed. Imported by those
-who save, because Orbax takes a second to import.
+processes agree through `processes.Processes`, which names the one that failed. Only a save imports
+this module, because importing Orbax takes a second.
 """
 
 import concurrent.futures
@@ -23,11 +23,12 @@ from maxmeg.checkpoint.storage import describes
 from maxmeg.runtime.object_storage import is_remote
 
 _log = logging.getLogger(__name__)
-_AS_LONG_AS_IT_TAKES = 7 * 24 * 3600  # seconds; how long processes wait is decided elsewhere
+_NO_LIMIT = 7 * 24 * 3600  # seconds; Checkpointer's timeout_seconds is the limit
 
 
 class Handler(ocp.AsyncCheckpointHandler):
-    """Tells the folder that Orbax made for the arrays, and lets Orbax wait for `Written.done`."""
+    """Takes the folder that Orbax has created for the arrays, and lets Orbax wait for
+    `Written.done`."""
 
     async def async_save(self, directory: Any, args: "Written") -> list[Any]:
         args.folder = str(directory)
@@ -43,7 +44,7 @@ class Handler(ocp.AsyncCheckpointHandler):
 @ocp.args.register_with_handler(Handler, for_save=True, for_restore=True)
 @dataclasses.dataclass
 class Written(ocp.args.CheckpointArgs):
-    """folder: of the arrays, told by Orbax. done: set when arrays and manifest are written."""
+    """folder: of the arrays, set by Orbax. done: set when arrays and manifest are written."""
 
     folder: str = ""
     done: concurrent.futures.Future = dataclasses.field(default_factory=concurrent.futures.Future)
@@ -96,7 +97,7 @@ class Saving:
                 primary_host=0, active_processes={0}
             ),
             async_options=ocp.AsyncOptions(
-                timeout_secs=_AS_LONG_AS_IT_TAKES, create_directories_asynchronously=False
+                timeout_secs=_NO_LIMIT, create_directories_asynchronously=False
             ),
         )
         self._manager = ocp.CheckpointManager(
@@ -141,18 +142,19 @@ class Saving:
 
 
 def atomicity(folder: Path) -> Any:
-    """Return how a folder becomes a checkpoint: it is renamed, or at once, in object storage, where
-    nothing can be renamed, by a file that is written last."""
+    """Return how a folder becomes a checkpoint: by renaming it, or in object storage, where folders
+    cannot be renamed, by a file that is written last."""
     modes = ocp.options.AtomicityMode
     mode = modes.COMMIT_FILE if is_remote(folder) else modes.ATOMIC_RENAME
     return ocp.options.AtomicityOptions(mode=mode)
 
 
-class _OfOthers(logging.Filter):
-    """Drops what Orbax logs, with tracebacks: its errors are raised, and told in one line."""
+class _WithoutOrbax(logging.Filter):
+    """Drops Orbax's own log, which has tracebacks: its errors are raised, and logged in one line by
+    `Checkpointer`."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return "orbax" not in record.pathname
 
 
-logging.getLogger("absl").addFilter(_OfOthers())
+logging.getLogger("absl").addFilter(_WithoutOrbax())

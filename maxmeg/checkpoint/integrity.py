@@ -207,8 +207,8 @@ def _held(folder: Path, manifest: Manifest, name: str) -> str:
 
 
 def verify_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Compare files with the checksums in the manifest, which of those that TensorStore writes and
-    checks are empty; CorruptCheckpointError naming file and tensor."""
+    """Compare files with their checksums in the manifest; CorruptCheckpointError naming file and
+    tensor. Files without one are skipped: TensorStore checks their CRC-32C when it reads them."""
     names = [name for name in names if manifest.files[name][1]]
 
     def problem(name: str) -> str:

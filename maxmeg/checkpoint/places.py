@@ -8,7 +8,7 @@ import typing
 from collections.abc import Iterable
 from pathlib import Path
 
-from maxmeg.runtime.object_storage import file_system, is_remote, told
+from maxmeg.runtime.object_storage import as_os_errors, file_system, is_remote
 
 ARRAYS = "arrays"
 MANIFEST = "manifest.json"
@@ -40,7 +40,7 @@ def make(folder: Path) -> None:
 
 
 def refresh(place: Path) -> None:
-    """Forget what is known of remote folders: other processes write to them."""
+    """Forget listings of remote folders: other processes write to them."""
     if is_remote(place):
         file_system(os.fspath(place))[0].invalidate_cache()
 
@@ -48,7 +48,7 @@ def refresh(place: Path) -> None:
 def steps_in(folder: Path) -> list[int]:
     """Return the steps with a complete checkpoint, oldest first."""
     refresh(folder)
-    with told(folder):
+    with as_os_errors(folder):
         try:
             names = [path.name for path in folder.iterdir()]
         except (FileNotFoundError, NotADirectoryError):

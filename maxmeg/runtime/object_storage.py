@@ -50,8 +50,8 @@ def file_system(url: str) -> tuple[Any, str]:
 
 
 @contextlib.contextmanager
-def told(place: Path) -> Iterator[None]:
-    """Raise the errors of the store's library, of many types, as OSError that names the folder."""
+def as_os_errors(place: Path) -> Iterator[None]:
+    """Raise errors of the store's library, which has many types, as OSError with the folder."""
     try:
         yield
     except (OSError, ValueError) as error:

@@ -222,7 +222,7 @@ def test_damage_before_the_write_is_found_by_digests(two_steps):
 def test_random_bit_flips_are_never_loaded(two_steps):
     checkpointer, trees = two_steps
     wanted = abstract(trees[2])
-    by_orbax = {COMMITTED, "_CHECKPOINT_METADATA"}  # of which nothing is read
+    by_orbax = {COMMITTED, "_CHECKPOINT_METADATA"}  # nothing reads them
     files = [path for path in files_of(checkpointer, 2) if path.name not in by_orbax]
     ends = np.cumsum([len(path.read_bytes()) * 8 for path in files])
     rng = np.random.default_rng(int(os.environ.get("MAXMEG_FLIP_SEED", "0")))
