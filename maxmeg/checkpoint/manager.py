@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from maxmeg.checkpoint import integrity, storage
 from maxmeg.checkpoint.integrity import CorruptCheckpointError, Manifest, Tensor
-from maxmeg.checkpoint.places import ARRAYS, MANIFEST, device_of, place_of, refresh, steps_in
+from maxmeg.checkpoint.places import ARRAYS, MANIFEST, device_of, place_of, steps_in
 from maxmeg.checkpoint.processes import TIMEOUT_SECONDS, Processes, describe
 from maxmeg.checkpoint.restore import check_tree, read_tree
 from maxmeg.checkpoint.storage import Order
@@ -278,7 +278,6 @@ class Checkpointer:
             path, end = folder / MANIFEST, time.monotonic() + _VISIBLE_SECONDS
             while not path.exists() and time.monotonic() < end:
                 time.sleep(1)
-                refresh(folder)
             manifest = integrity.read_manifest(folder)
             if manifest.digest != digest:
                 raise CorruptCheckpointError(f"file {path} is not the one that process 0 reads")

@@ -39,15 +39,8 @@ def make(folder: Path) -> None:
         raise FileNotFoundError(errno.ENOENT, f"there is no bucket {bucket}", os.fspath(folder))
 
 
-def refresh(place: Path) -> None:
-    """Forget listings of remote folders: other processes write to them."""
-    if is_remote(place):
-        file_system(os.fspath(place))[0].invalidate_cache()
-
-
 def steps_in(folder: Path) -> list[int]:
     """Return the steps with a complete checkpoint, oldest first."""
-    refresh(folder)
     with as_os_errors(folder):
         try:
             names = [path.name for path in folder.iterdir()]
@@ -62,7 +55,6 @@ def sizes_of(folder: Path, names: Iterable[str] | None = None) -> dict[str, int]
     """Return the bytes of files below a folder, of these or of all, by relative name; files that
     are missing are left out."""
     if is_remote(folder):
-        refresh(folder)
         files, root = file_system(os.fspath(folder))
         found = files.find(root, detail=True).items()
         sizes = {os.path.relpath(name, root): int(each["size"]) for name, each in found}

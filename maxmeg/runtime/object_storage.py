@@ -33,7 +33,8 @@ def key_value_store(url: str) -> dict[str, Any] | str:
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """Return fsspec's file system of a folder, and the folder's path in it.
+    """Return fsspec's file system of a folder, and the folder's path in it. It keeps no listings:
+    TensorStore and other processes write to these folders, too.
 
     ValueError for another scheme than gs:// and s3://, and for a library that is not installed.
     """
@@ -43,7 +44,9 @@ def file_system(url: str) -> tuple[Any, str]:
     try:
         import fsspec
 
-        return fsspec.core.url_to_fs(url)
+        files, path = fsspec.core.url_to_fs(url)
+        files.dircache.use_listings_cache = False
+        return files, path
     except ImportError as error:
         package = "'maxmeg[s3]'" if library == "s3fs" else library
         raise ValueError(f"{url} needs {library}: pip install {package}") from error

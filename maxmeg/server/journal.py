@@ -7,6 +7,7 @@ import logging
 import struct
 import time
 import typing
+import weakref
 from collections.abc import Iterator
 
 from maxmeg.inference.engine import Engine, Reply
@@ -26,6 +27,7 @@ class Journal:
 
     def __init__(self, file: typing.TextIO, shape: dict[str, typing.Any]) -> None:
         self.file, self.is_open = file, True
+        weakref.finalize(self, file.close)
         self._write({"engine": shape})
 
     def token(self, count: int, seconds: float, is_first: bool) -> None:
