@@ -6,9 +6,9 @@
 
 Files are tables or JSON lines with text, text_pair (optional) and label; --data.format=mnli and
 others read published sets. --data.objective=choose is for questions with choices, tag for words.
-Three epochs of 20,000 texts: --train.num_steps=1875. Prints validation accuracy. MiniLM (22.7M) on
-4,670 mails, 292 steps: 98.5 % of other mails are told from spam, after half an hour on two CPU
-cores.
+Three epochs of 20,000 texts: --train.num_steps=1875. Prints validation accuracy. Example: MiniLM
+(22.7M parameters), 4,670 mails, 292 steps: 98.5 % of the test mails are classified correctly (spam
+or not), after half an hour on two CPU cores.
 """
 
 import os

@@ -185,7 +185,8 @@ def _checksum(path: Path) -> tuple[int, str]:
 
 
 def describe_files(folder: Path, checked: Callable[[str], bool]) -> dict[str, tuple[int, str]]:
-    """Return (size, CRC-32) of all files by relative name, "" for those that are not `checked`."""
+    """Return the size and the CRC-32 of every file, by relative name. checked: whether a file's
+    CRC-32 is computed; otherwise it is ""."""
     sizes = sizes_of(folder)
     names = [name for name in sizes if checked(name)]
     with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
@@ -252,7 +253,7 @@ def verify_digests(folder: Path, manifest: Manifest, digests: Mapping[str, str])
             for path in bad[:8]
         }
         places = "; ".join(f"tensor {p} in {(folder / name).parent}" for p, name in files.items())
-        raise CorruptCheckpointError(f"{places}: values differ from those that were saved")
+        raise CorruptCheckpointError(f"{places}: values differ from the saved values")
 
 
 def _render(body: Mapping[str, Any]) -> bytes:

@@ -35,6 +35,7 @@ from maxmeg.checkpoint.storage import (
     read_block,
     tensor_folder,
 )
+from maxmeg.runtime.disk import flush
 
 BLOCK_BYTES = 64 << 20  # largest chunk, and largest block that is cast and digested at once
 FILE_BYTES = 1 << 30  # largest file of several chunks
@@ -128,7 +129,7 @@ class StreamWriter:
         (self._saving.arrays / TREE).write_bytes(describe_tree(tensors))
         manifest = dataclasses.replace(self._manifest, tensors=tensors)
         for path in self._saving.arrays.rglob("*"):
-            _flush(path)
+            flush(path)
         self._saving.publish(manifest)
 
     def __enter__(self) -> "StreamWriter":
@@ -290,15 +291,6 @@ def _blocks(array: Any, info: TensorInfo) -> Iterator[tuple[slice, np.ndarray]]:
     """Yield the blocks of a tensor that `open_array` opened, and their rows."""
     for rows in row_blocks(info.shape, info.dtype.itemsize):
         yield rows, read_block(array, [rows] if info.shape else [])
-
-
-def _flush(path: Path) -> None:
-    """Flush a file or folder to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def as_index(index: Index | int | None) -> Index:

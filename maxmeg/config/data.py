@@ -91,7 +91,7 @@ class DataConfig:
     )
     max_epochs: float = setting(
         1000.0,
-        "a run that would read its training corpora more often is refused; 0: never",
+        "most times that a run may read its training corpora; 0: any number",
         at_least=0,
     )
     builtin: Builtin = setting(

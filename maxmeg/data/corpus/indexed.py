@@ -21,6 +21,7 @@ import numpy as np
 
 from maxmeg.config.hints import corpus_command
 from maxmeg.data.corpus import checksum
+from maxmeg.runtime.disk import flush
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -411,7 +412,7 @@ class IndexedWriter:
                     Path(self.prefix + suffix).unlink(missing_ok=True)
                 for suffix in written:
                     os.replace(self._temporary[suffix], self.prefix + suffix)
-                _sync_folder(Path(self.prefix).parent)
+                flush(Path(self.prefix).parent)
         finally:
             self.abandon()
 
@@ -452,11 +453,3 @@ def _sync_and_close(file) -> None:
     file.flush()
     os.fsync(file.fileno())
     file.close()
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
