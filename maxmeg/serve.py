@@ -28,6 +28,7 @@ from maxmeg.config.options import Replay, Serve
 from maxmeg.inference.adapters import named_folders
 from maxmeg.inference.followers import Follower, Leader, together
 from maxmeg.runtime.faults.out_of_memory import explains_out_of_memory
+from maxmeg.server.connections import Connection, allow_many
 from maxmeg.server.journal import read_log, replayed
 from maxmeg.server.start import load, load_base, make_server
 
@@ -50,6 +51,7 @@ def main(options: Serve, link: Leader | Follower) -> None:
         )
     elif options.api_key == "none":
         options = dataclasses.replace(options, api_key="")
+    allow_many()
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     name = options.name or Path(options.run_dir).resolve().name
     named_folders(options.adapters, name)
@@ -62,7 +64,7 @@ def main(options: Serve, link: Leader | Follower) -> None:
         app, worker = make_server(options, name, trained, link, stop)
         grace: typing.Any = options.drain_seconds
         settings: dict[str, typing.Any] = {"log_level": "warning", "access_log": False}
-        settings |= {"timeout_graceful_shutdown": grace}
+        settings |= {"timeout_graceful_shutdown": grace, "http": Connection}
         server = uvicorn.Server(uvicorn.Config(app, **settings))
 
         def drain(*_) -> None:  # for a signal before uvicorn runs, which raises others at its end

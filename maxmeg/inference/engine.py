@@ -6,10 +6,11 @@ on what else runs. The next step is started before the results of the last one a
 """
 
 import collections
+import concurrent.futures
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -20,7 +21,7 @@ from maxmeg.config.model import ModelConfig
 from maxmeg.config.schema import Config
 from maxmeg.data.samples.aligned import start_token
 from maxmeg.data.tokenizers.tokenizer import Tokenizer
-from maxmeg.inference.grammar import Grammars, Matcher
+from maxmeg.inference.grammar import Grammars, Masks, Matcher
 from maxmeg.inference.load import Trained, load_run, without_pipeline
 from maxmeg.inference.programs import Programs, Read
 from maxmeg.inference.prompts import end_tokens, prompt_tokens
@@ -48,18 +49,32 @@ START_TOKENS = 2  # of a target, read with its source: the first and, since CPUs
 PREFILL_TOKENS = 2048  # of prompts that are read while other requests wait for a token
 DEFAULT_TOKENS = 100  # of a reply
 SAMPLE_TOKENS = 200  # that a run generates when training ends
+TURN = 256  # requests at most that come later and yet go before the next reply of a request
+MASK_SECONDS = 0.001  # that a step waits for masks of grammars that are not slow
+IDLE_SECONDS = 0.02  # that a step waits for a mask if there is nothing else to do
+BUSY_SECONDS = 0.25  # CPU time that a slow grammar may take while other requests wait for a lane
 
 Step = dict[int, Chunk | Token]  # its rows, by their index in the array that the programs get
 
 
 @dataclasses.dataclass
 class Active:
-    """A reply that goes on: its text, how far it has followed its grammar, and its proposals."""
+    """A reply that goes on: its text, how far it has followed its grammar, the mask of its next
+    token, and its proposals."""
 
     reply: Reply
     text: Text
     matcher: Matcher | None
     proposer: NGrams | None
+    mask: "concurrent.futures.Future[np.ndarray] | None" = None
+
+
+@dataclasses.dataclass
+class Started:
+    """A step on the devices: the rows whose results have not been taken, and the arrays to read."""
+
+    rows: Step
+    arrays: tuple[jax.Array, ...]
 
 
 class Engine:
@@ -117,7 +132,8 @@ class Engine:
         sizes = self.programs.replicas, lanes, self.programs.size.pages, slots
         self.scheduler = Scheduler(Limits(*sizes, chunk, chunks, share))
         self._active: dict[Job, Active] = {}
-        self._started: collections.deque[tuple[Step, tuple[jax.Array, ...]]] = collections.deque()
+        self._started: collections.deque[Started] = collections.deque()
+        self._masks = Masks()
         self._arrivals = itertools.count()
         self.adapters = ("", *trained.adapters)  # by number
         self.ends = end_tokens(trained.tokenizer, self.model.vocab_size)  # of a reply
@@ -146,14 +162,16 @@ class Engine:
     def submit(
         self, prompt: Sequence[int] | np.ndarray, request: Request, seed: int = 0, number: int = 0
     ) -> Reply:
-        """Return the reply that `step` fills. number: of the request among those with the same
-        seed. ValueError as `check`."""
+        """Return the reply that `step` fills. number: of the reply among those with the same seed;
+        for a lane it waits as if it had come `number` times TURN requests later. ValueError as
+        `check`."""
         self.check(prompt, request)
         reply = Reply(tuple(map(int, prompt)), request, seed, number)
         # Keys and values depend on these.
         salt = f"{row_length(self.model, reply, 0)} {request.adapter}".encode()
         before = reply.prompt if self.start is None else (self.start,)
-        job = Job(next(self._arrivals), before, request.num_tokens, salt)
+        place = next(self._arrivals) + number * TURN
+        job = Job(place, before, request.num_tokens, salt)
         # The log-probabilities of a prompt, and its part in penalties, are known once it is read.
         job.shares = not request.prompt_logprobs and request.sampling.repetition_penalty == 1
         job.most_proposals = 0 if request.grammar else self.programs.proposals
@@ -164,6 +182,7 @@ class Engine:
         looks_back = job.most_proposals > self.programs.drafts
         proposer = NGrams(reply.prompt) if looks_back else None
         self._active[job] = Active(reply, text, matcher, proposer)
+        self._start_mask(job)
         self.scheduler.add(job)
         return reply
 
@@ -194,17 +213,60 @@ class Engine:
     def step(self) -> bool:
         """Start the next step, and read the one before it. False if nothing is left to do.
 
-        While a request waits for its last token, as with a grammar, the step before is read first:
-        else that request would miss every other step.
+        Requests whose next token depends on the last one, as with a grammar, get that token before
+        the next step is started; the others do not wait for what the host does with theirs. A
+        request whose mask takes longer than MASK_SECONDS misses steps.
         """
-        if self._started and self.scheduler.waits:
-            self._finish(*self._started.popleft())
+        if self._started:
+            self._finish(self._started[0], lambda row: row.job.waits)
+        self._take_masks(MASK_SECONDS)
         rows = {self._place(row): row for row in self.scheduler.next()}
         if rows:
-            self._started.append((rows, self._start(rows)))
+            self._started.append(Started(rows, self._start(rows)))
+        elif not self._started:
+            self._take_masks(IDLE_SECONDS, slow=True)
         if self._started and (len(self._started) > 1 or not rows):
-            self._finish(*self._started.popleft())
+            self._finish(self._started.popleft())
+        if self.scheduler.waiting and self._decides:
+            self._end_slowest()
         return bool(self._active or self._started)
+
+    @property
+    def _decides(self) -> bool:
+        """Whether this process alone decides what the next step is, as time may then do, too."""
+        return self.programs.leads or not self.trained.mesh.is_multi_process
+
+    def _take_masks(self, seconds: float, slow: bool = False) -> None:
+        """Mark the requests that have their masks. Waits at most `seconds`: for all masks of
+        grammars that are not slow, or, with `slow`, for any mask."""
+        lacking = {job: active for job, active in self._active.items() if job.needs_mask}
+        awaited = [
+            active.mask
+            for job, active in lacking.items()
+            if active.mask and active.matcher and job.lane is not None
+            if slow or not self._decides or not active.matcher.is_slow
+        ]
+        until = concurrent.futures.FIRST_COMPLETED if slow else concurrent.futures.ALL_COMPLETED
+        concurrent.futures.wait(awaited, seconds if self._decides else None, until)
+        for job, active in lacking.items():
+            job.needs_mask = active.mask is None or not active.mask.done()
+
+    def _end_slowest(self) -> None:
+        """End the reply with the slowest grammar, while other requests wait for its lane."""
+        matchers = {
+            job: active.matcher
+            for job, active in self._active.items()
+            if job.lane is not None and active.matcher and active.matcher.is_slow
+        }
+        job = max(matchers, key=lambda job: matchers[job].spent, default=None)
+        if job and matchers[job].spent > BUSY_SECONDS:
+            took = 1000 * matchers[job].mean
+            self._end(
+                job,
+                "grammar",
+                f"the grammar takes {took:.0f} ms for each token, and other requests wait: use one "
+                "with fewer ways to read a text, or try again later",
+            )
 
     def generate(
         self, prompts: Sequence[np.ndarray | str], request: Request | Sampling, seed: int = 0
@@ -285,8 +347,8 @@ class Engine:
         }
         index = row.index if isinstance(row, Token) else 0
         columns |= sampling_columns(reply, index)
-        if active.matcher and index == len(job.tokens):  # else the token is known, or there is none
-            columns |= {"is_masked": True, "allowed": active.matcher.mask()}
+        if active.mask and index == len(job.tokens):  # else the token is known, or there is none
+            columns |= {"is_masked": True, "allowed": active.mask.result()}
         if isinstance(row, Chunk):
             ahead = max(1, self.programs.drafts)
             tokens = job.prompt[row.start : row.start + row.count + ahead]
@@ -297,10 +359,17 @@ class Engine:
         rest = {"token": known, "is_last": False, "tokens": row.ahead}
         return columns | {"count": 1 + len(row.ahead)} | rest
 
-    def _finish(self, rows: Step, arrays: tuple[jax.Array, ...]) -> None:
-        read = self.programs.read(arrays[0])
+    def _finish(
+        self, started: Started, chosen: Callable[[Chunk | Token], bool] = lambda row: True
+    ) -> None:
+        """Read the results of a step, and take those of the chosen rows."""
+        rows = {place: row for place, row in started.rows.items() if chosen(row)}
+        if not rows:
+            return
+        started.rows = {i: row for i, row in started.rows.items() if i not in rows}
+        read = self.programs.read(started.arrays[0])
         is_scored = any(isinstance(row, Chunk) and self._scores(row.job) for row in rows.values())
-        scores = self.programs.read(arrays[1]) if is_scored else None
+        scores = self.programs.read(started.arrays[1]) if is_scored else None
         for place, row in rows.items():
             job = row.job
             if job not in self._active:
@@ -358,12 +427,21 @@ class Engine:
         except ValueError as error:
             return self._end(job, "grammar", str(error))
         if is_stopped or is_complete:
-            self._end(job, "stop")
-        elif len(job.tokens) == request.num_tokens:
-            self._end(job, "length")
+            return self._end(job, "stop")
+        if len(job.tokens) == request.num_tokens:
+            return self._end(job, "length")
+        self._start_mask(job)
+
+    def _start_mask(self, job: Job) -> None:
+        """Compute the mask of a job's next token, if it follows a grammar."""
+        active = self._active[job]
+        if active.matcher:
+            active.mask, job.needs_mask = self._masks.start(active.matcher), True
 
     def _end(self, job: Job, reason: str, error: str = "") -> None:
         active = self._active.pop(job)
+        if active.mask:
+            active.mask.cancel()
         is_stopped = active.text.finish()
         active.reply.text, active.reply.error = active.text.shown, error
         active.reply.reason = "stop" if is_stopped and reason == "length" else reason

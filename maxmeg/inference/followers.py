@@ -96,7 +96,7 @@ class Leader(Link):
         """Send the arrays of each step of `programs` from now on."""
         if self.connections:
             self._known = idle_arrays(programs)
-            programs.before_step = self._send
+            programs.before_step, programs.leads = self._send, True
 
     def close(self) -> None:
         """End the others."""

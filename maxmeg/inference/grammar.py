@@ -1,10 +1,14 @@
 """Grammars that a reply must follow: JSON schemas, regular expressions, Lark (llguidance)."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import enum
 import json
 import math
+import os
+import sys
+import threading
 import time
 import typing
 from collections.abc import Iterator, Sequence
@@ -16,6 +20,10 @@ from maxmeg.data.tokenizers.tokenizer import Tokenizer
 # Between the parts of JSON: a space, or a line break and the next line's indentation. Without a
 # limit, a model may write spaces forever.
 JSON_SPACE = r"[ ]?|\n[ ]{0,32}"
+THREADS = max(1, (os.cpu_count() or 1) // 2)  # for masks of grammars that are not slow
+SLOW_SECONDS = 0.0005  # CPU time of a mask, on average of the newest ones; usual ones take 0.0001
+PRIORITY = 10  # of the thread for slow grammars: 0 is that of other threads, 19 the lowest
+NEWEST = 8  # masks, about, in that average
 
 
 class Kind(enum.Enum):
@@ -41,11 +49,18 @@ class Grammar:
 
 
 class Matcher:
-    """How far one reply has followed its grammar."""
+    """How far one reply has followed its grammar.
+
+    spent: CPU seconds so far. mean: those of the newest masks, on average.
+    """
 
     def __init__(self, state: typing.Any, vocab_size: int, seconds: float):
         self._state, self._words = state, -(-vocab_size // 32)
-        self._seconds, self._spent = seconds, 0.0
+        self._seconds, self.spent, self.mean = seconds, 0.0, 0.0
+
+    @property
+    def is_slow(self) -> bool:
+        return self.mean > SLOW_SECONDS
 
     def add(self, token: int) -> bool:
         """Add a token that `mask` allows; return whether the text is complete. ValueError if the
@@ -55,7 +70,7 @@ class Matcher:
         if self._state.is_error():
             problem = self._state.get_error().splitlines()[0]  # the rest is llguidance's state
             raise ValueError(f"the grammar cannot be followed: {problem}")
-        if self._spent > self._seconds:
+        if self.spent > self._seconds:
             raise ValueError(
                 f"the grammar cannot be followed: it has taken more than {self._seconds:g} s for "
                 "this reply; use one with fewer ways to read a text"
@@ -64,15 +79,37 @@ class Matcher:
 
     def mask(self) -> np.ndarray:
         """The tokens that may come next, a bit for each: int32 [vocabulary / 32]."""
+        before = self.spent
         with self._timed():
             bits = self._state.compute_bitmask()
+        self.mean += (self.spent - before - self.mean) / NEWEST
         return np.frombuffer(bits, np.int32)[: self._words]  # it has a bit for one more token
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
         start = time.thread_time()
         yield
-        self._spent += time.thread_time() - start
+        self.spent += time.thread_time() - start
+
+
+class Masks:
+    """Computes masks in threads, beside the step of the devices: llguidance releases Python's lock.
+
+    All slow grammars share one thread, so that the others do not wait for them.
+    """
+
+    def __init__(self) -> None:
+        self._usual = concurrent.futures.ThreadPoolExecutor(THREADS, "masks")
+        self._slow = concurrent.futures.ThreadPoolExecutor(1, "slow masks", yield_to_others)
+
+    def start(self, matcher: Matcher) -> "concurrent.futures.Future[np.ndarray]":
+        return (self._slow if matcher.is_slow else self._usual).submit(matcher.mask)
+
+
+def yield_to_others() -> None:
+    """Lower this thread's priority, where the system has one for each thread."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), PRIORITY)
 
 
 class Grammars:

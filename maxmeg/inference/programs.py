@@ -90,6 +90,7 @@ class Programs:
     ) -> None:
         self.mesh, self.row_pages, self.chunk = trained.mesh, row_pages, chunk
         self.before_step: Callable[..., None] = lambda *arrays: None  # gets what `start` gets
+        self.leads = False  # whether other processes follow this one (`followers`)
         self.proposals = proposals
         self.drafts = proposals if trained.model.mtp else 0
         self.replicas = batch_shards(self.mesh)

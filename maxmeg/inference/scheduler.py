@@ -1,10 +1,11 @@
 """Which requests run in the next step: pure Python, and the same for the same calls.
 
-Requests are admitted in the order of their arrival. A prompt is read in chunks of fixed size, which
+Requests are admitted in the order of their numbers. A prompt is read in chunks of fixed size, which
 begin at multiples of it; between chunks all requests that have been read get their next token. A
-request needs a lane, and pages for its tokens. If pages run out, the newest request gives up its
-own and waits: later its prompt is read again, and its tokens are decoded again. It then meets the
-same programs with the same values, so its reply does not change.
+request needs a lane, and pages for its tokens. If pages run out, or a request with a lower number
+waits for a lane, the request with the highest number gives up its own and waits: later its prompt
+is read again, and its tokens are decoded again. It then meets the same programs with the same
+values, so its reply does not change.
 """
 
 import bisect
@@ -18,13 +19,14 @@ from maxmeg.inference.pages import ROOT, Pages
 class Job:
     """A request in the scheduler.
 
-    number: in the order of arrival. limit: most new tokens. salt: of shared pages (`Pages.share`).
-    lane: None while it waits. read: number of tokens of the prompt in the cache. sampled: number of
-    decode steps scheduled since the job got its lane. tokens: generated so far; more than `sampled`
-    after a preemption, while they are recomputed.
+    number: its place in the order of requests. limit: most new tokens. salt: of shared pages
+    (`Pages.share`). lane: None while it waits. read: number of tokens of the prompt in the cache.
+    sampled: number of decode steps scheduled since the job got its lane. tokens: generated so far;
+    more than `sampled` after a preemption, while they are recomputed.
     shares: whether it may begin with pages that others have filled. waits: a new token is sampled
-    only when all before it are known. most_proposals: largest number of proposed tokens that a
-    decode step checks; such a job waits. proposals: of the next tokens.
+    only when all before it are known. needs_mask: the mask of the next unknown token is not there
+    yet. most_proposals: largest number of proposed tokens that a decode step checks; such a job
+    waits. proposals: of the next tokens.
     """
 
     number: int
@@ -33,6 +35,7 @@ class Job:
     salt: bytes = ROOT
     shares: bool = True
     waits: bool = False
+    needs_mask: bool = False
     most_proposals: int = 0
     proposals: list[int] = dataclasses.field(default_factory=list)
     lane: int | None = None
@@ -49,7 +52,12 @@ class Job:
     def is_ready(self) -> bool:
         """Whether a decode step can sample its next token."""
         is_known = not self.waits or self.sampled <= len(self.tokens)
-        return self.is_read and self.sampled < self.limit and is_known
+        return self.is_read and self.sampled < self.limit and is_known and not self.lacks_mask
+
+    @property
+    def lacks_mask(self) -> bool:
+        """Whether its next step samples a token whose mask is not there yet."""
+        return self.needs_mask and self.sampled >= len(self.tokens)
 
     @property
     def length(self) -> int:
@@ -112,11 +120,6 @@ class Scheduler:
         self.chunks_in_a_row = 0
         self.preemptions = self.shared_tokens = 0
 
-    @property
-    def waits(self) -> bool:
-        """Whether a job with a lane samples a token only when all before it are known."""
-        return any(job is not None and job.waits for job in self.lanes)
-
     def add(self, job: Job) -> None:
         bisect.insort(self.waiting, job, key=lambda waiting: waiting.number)
 
@@ -132,7 +135,7 @@ class Scheduler:
         self._admit()
         reading: dict[int, Job] = {}
         for job in self._running():
-            if not job.is_read:
+            if not job.is_read and not job.lacks_mask:
                 reading.setdefault(self._replica(job), job)
         ready = [job for job in self._running() if job.is_ready]
         if reading and (not ready or self.chunks_in_a_row < self.limits.chunks):
@@ -151,8 +154,18 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Give waiting jobs lanes and the pages of their prompts, while the first of them fits."""
-        while self.waiting and self._enter_lane(self.waiting[0]):
+        while self.waiting and (self._enter_lane(self.waiting[0]) or self._make_room()):
             del self.waiting[0]
+
+    def _make_room(self) -> bool:
+        """Let jobs with higher numbers wait until the first waiting job has a lane; whether it has
+        got one."""
+        first = self.waiting[0]
+        while (newest := self._running()[-1:]) and newest[0].number > first.number:
+            self._preempt(newest[0])
+            if self._enter_lane(first):
+                return True
+        return False
 
     def _enter_lane(self, job: Job) -> bool:
         size = self.limits.lanes
@@ -196,6 +209,12 @@ class Scheduler:
         self.lanes[job.lane] = None
         job.lane, job.pages, job.read = None, [], 0
 
+    def _preempt(self, job: Job) -> None:
+        """Make a running job wait: it loses its lane and its pages."""
+        self._leave_lane(job)
+        self.add(job)
+        self.preemptions += 1
+
     def _release(self, numbers: Sequence[int], replica: int) -> None:
         for number in reversed(numbers):  # the end of a prompt is forgotten before its beginning
             self.pages[replica].release(number)
@@ -229,9 +248,7 @@ class Scheduler:
                 continue
             replica = self._replica(job)
             newest = [other for other in self._running() if self._replica(other) == replica][-1]
-            self._leave_lane(newest)
-            self.add(newest)
-            self.preemptions += 1
+            self._preempt(newest)
             if newest is job:
                 return False
         return True

@@ -18,7 +18,7 @@ from maxmeg.server.errors import ApiError, Json, add_handlers, as_json, body_of
 from maxmeg.server.fields import Chat, Completion, Generation
 from maxmeg.server.gate import Gate
 from maxmeg.server.metrics import Metrics
-from maxmeg.server.served import add_endpoints
+from maxmeg.server.served import add_endpoints, several
 from maxmeg.server.worker import Ticket, Update, Worker
 from maxmeg.server.writer import ServedWriter
 
@@ -36,13 +36,15 @@ class Api:
 
     async def completion(self, http: fastapi.Request, body: Completion) -> Response:
         self.served.check_name(body.model)
-        prompts = await self.served.encode(self.served.prompts, body.prompt)
         if body.echo and self.served.model.has_source:
             raise ApiError(400, "echo=true is not supported for encoder-decoder models", "echo")
         limit = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
         scores = bool(body.echo) and (body.logprobs is not None or limit == 0)
         sampling = body.sampling(body.logprobs or 0)
-        ticket = await self.ticket(http, body, prompts, sampling, limit, scores)
+        with self.worker.places(self.replies(body, len(several(body.prompt)))):
+            prompts = await self.served.encode(self.served.prompts, body.prompt)
+            ticket = await self.ticket(http, body, prompts, sampling, limit, scores)
+            await self.worker.submit(ticket)
 
         def choice(number: int) -> Choice:
             prompt = prompts[number // ticket.n]
@@ -54,12 +56,14 @@ class Api:
         self.served.check_name(body.model)
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
-        prompt = await self.served.chat(body)
-        room = self.served.model.max_position - len(prompt)
         limits = [n for n in (body.max_completion_tokens, body.max_tokens) if n is not None]
         sampling = body.sampling(body.top_logprobs or 0)
-        limit = limits[0] if limits else max(room, 1)
-        ticket = await self.ticket(http, body, [prompt], sampling, limit, False)
+        with self.worker.places(self.replies(body, 1)):
+            prompt = await self.served.chat(body)
+            room = self.served.model.max_position - len(prompt)
+            limit = limits[0] if limits else max(room, 1)
+            ticket = await self.ticket(http, body, [prompt], sampling, limit, False)
+            await self.worker.submit(ticket)
         uses_tools = bool(body.tools) and body.tool_choice != "none"
         form = self.served.form if uses_tools else None
 
@@ -67,6 +71,15 @@ class Api:
             return ChatChoice(self.served.tokenizer, ticket.id, form)
 
         return await self.answer(http, body, ticket, choice, bool(body.logprobs))
+
+    def replies(self, body: Generation, prompts: int) -> int:
+        """The number of replies to so many prompts; ApiError if the server never takes so many."""
+        n, most = body.n or 1, self.worker.capacity
+        if n > self.options.max_n:
+            raise ApiError(400, f"n={n} exceeds {self.options.max_n}", "n")
+        if prompts * n > most:
+            raise ApiError(400, f"{prompts * n} replies exceed {most}", "n")
+        return prompts * n
 
     async def ticket(
         self,
@@ -79,13 +92,9 @@ class Api:
     ) -> Ticket:
         """Check what the limits of the server and the fields together refuse."""
         options, n = self.options, body.n or 1
-        if n > options.max_n:
-            raise ApiError(400, f"n={n} exceeds {options.max_n}", "n")
         longest = max(map(len, prompts), default=0)
         if not longest:
             raise ApiError(400, "the prompt is empty", "prompt")
-        if len(prompts) * n > self.worker.capacity:
-            raise ApiError(400, f"{len(prompts) * n} replies exceed {self.worker.capacity}", "n")
         if options.max_prompt and longest > options.max_prompt:
             raise ApiError(400, f"a prompt of {longest} tokens exceeds {options.max_prompt}")
         if body.stream_options and not body.stream:
@@ -108,7 +117,6 @@ class Api:
         choice: Callable[[int], Choice],
         logprobs: bool,
     ) -> Response:
-        await self.worker.submit(ticket)
         watch = asyncio.create_task(self._watch(http, ticket))
         self._watches.add(watch)
         watch.add_done_callback(self._watches.discard)
@@ -207,4 +215,5 @@ def make_app(
         return HTMLResponse(PAGE.read_bytes())
 
     options = served.options
-    return Gate(app, options.api_key, int(options.max_body_mb * 1e6))
+    size = int(options.max_body_mb * 1e6)
+    return Gate(app, options.api_key, size, served.model.max_position)

@@ -178,7 +178,8 @@ def make_encoder_app(
     async def no_text() -> Response:
         raise ApiError(400, f"{served.name} is bidirectional: it has /v1/embeddings, and no text")
 
-    return Gate(app, options.api_key, int(options.max_body_mb * 1e6))
+    size = int(options.max_body_mb * 1e6)
+    return Gate(app, options.api_key, size, served.model.max_position)
 
 
 def coded(vector: Float[np.ndarray, " D"]) -> str:

@@ -1,55 +1,67 @@
-"""What every HTTP request passes first: an id, the API key, and the limit on its body."""
+"""What every HTTP request passes first: an id, the API key, and the limits on its body."""
 
+import asyncio
 import hmac
 import uuid
 
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from maxmeg.server.bodies import Bodies
 from maxmeg.server.errors import ApiError, Json, body_of
 
 FREE = ("/", "/health")  # paths that need no key
+WRITE_SECONDS = 60.0  # for a client to take a part of an answer
+LEAST_VALUES = 2**17  # of JSON in a body, that are allowed with any context
 
 
 class Gate:
-    def __init__(self, app: ASGIApp, api_key: str, max_bytes: int) -> None:
-        self.app, self.max_bytes = app, max_bytes
+    """max_position: the model's context, in tokens."""
+
+    def __init__(self, app: ASGIApp, api_key: str, max_bytes: int, max_position: int) -> None:
+        self.app = app
+        self.bodies = Bodies(max_bytes, max(LEAST_VALUES, 2 * max_position))
         self.authorization = f"Bearer {api_key}".encode() if api_key else b""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        number, size, headers = uuid.uuid4().hex, 0, dict(scope["headers"])
+        number, headers = uuid.uuid4().hex, dict(scope["headers"])
         scope.setdefault("state", {})["id"] = number
 
         async def send_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 named = (b"x-request-id", number.encode())
                 message["headers"] = [*message.get("headers", ()), named]
-            await send(message)
+            async with asyncio.timeout(WRITE_SECONDS):  # TimeoutError ends the connection
+                await send(message)
 
-        async def receive_limited() -> Message:
-            nonlocal size
-            message = await receive()
-            size += len(message.get("body", b""))
-            if size > self.max_bytes:
-                raise self._too_large()
-            return message
+        try:
+            self._check(scope["path"], headers)
+            body: Message | None = {
+                "type": "http.request",
+                "body": await self.bodies.read(receive),
+                "more_body": False,
+            }
 
-        error = None
+            async def receive_whole() -> Message:
+                nonlocal body
+                message, body = body or await receive(), None
+                return message
+
+            await self.app(scope, receive_whole, send_id)
+        except ApiError as error:
+            text = body_of(error.status_code, error.detail)
+            answer = Json(text, error.status_code, error.headers)
+            await answer(scope, receive, send_id)
+        except (ClientDisconnect, TimeoutError):
+            pass  # nobody reads an answer
+
+    def _check(self, path: str, headers: dict[bytes, bytes]) -> None:
+        """ApiError for what is refused before the body is read."""
+        wanted, key = self.authorization, headers.get(b"authorization", b"")
+        if wanted and path not in FREE and not hmac.compare_digest(key, wanted):
+            raise ApiError(401, "no or wrong API key: send the header Authorization: Bearer KEY")
         length = headers.get(b"content-length", b"0")
-        authorization = headers.get(b"authorization", b"")
-        if scope["path"] not in FREE and not self._has_key(authorization):
-            error = ApiError(401, "no or wrong API key: send the header Authorization: Bearer KEY")
-        elif length.isdigit() and int(length) > self.max_bytes:
-            error = self._too_large()
-        if error is None:
-            return await self.app(scope, receive_limited, send_id)
-        answer = Json(body_of(error.status_code, error.detail), error.status_code)
-        await answer(scope, receive, send_id)
-
-    def _has_key(self, authorization: bytes) -> bool:
-        wanted = self.authorization
-        return not wanted or hmac.compare_digest(authorization, wanted)
-
-    def _too_large(self) -> ApiError:
-        return ApiError(413, f"the body exceeds {self.max_bytes} bytes: send less text")
+        if length.isdigit() and int(length) > self.bodies.most_bytes:
+            raise self.bodies.too_large()

@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from maxmeg.inference.engine import Engine, Reply
 from maxmeg.inference.requests import Request
@@ -89,13 +89,23 @@ class Worker:
         self._inbox.put(functools.partial(setattr, self, "_stops", True))
         self._thread.join()
 
-    async def submit(self, ticket: Ticket) -> None:
-        """Start a ticket; ApiError if the queue is full or the engine refuses a prompt."""
+    @contextlib.contextmanager
+    def places(self, count: int) -> Iterator[None]:
+        """Take places in the queue for the replies that are submitted in the block; they are free
+        again if it raises. ApiError if the queue is full."""
         if not self.is_warm:
             raise ApiError(503, "the engine is not ready", retry=5)
-        if self.replies + ticket.count > self.capacity:
+        if self.replies + count > self.capacity:
             raise ApiError(429, f"{self.replies} replies are under way: try again later", retry=1)
-        self.replies += ticket.count
+        self.replies += count
+        try:
+            yield
+        except BaseException:
+            self.replies -= count
+            raise
+
+    async def submit(self, ticket: Ticket) -> None:
+        """Start a ticket in `places`; ApiError if the engine refuses a prompt."""
         self._inbox.put(functools.partial(self._begin, ticket))
         await ticket.accepted.wait()
         if ticket.refusal:
@@ -203,7 +213,6 @@ class Worker:
             ticket.updates.put_nowait(update)
 
     def _accept(self, ticket: Ticket) -> None:
-        self.replies -= ticket.count if ticket.refusal else 0
         ticket.accepted.set()
 
     def _call(self, function: Callable, *arguments: typing.Any) -> None:

@@ -47,6 +47,7 @@ class ServedWriter(Served):
         if body.tools and not self.form:
             raise ApiError(400, "the chat template has no tool calls of a known form", "tools")
         variables = {"tools": [tool.model_dump(exclude_none=True) for tool in body.tools or ()]}
+        self.check_messages(body.messages)
         messages = [message_of(message) for message in body.messages]
         render, loop = self.template.render, asyncio.get_running_loop()
         rendered = loop.run_in_executor(self._renderer, lambda: render([messages], **variables))
@@ -54,6 +55,16 @@ class ServedWriter(Served):
         self.check_length(text)
         tokenizer = self.tokenizer
         return (await self.encode(tokenizer.encode_marked, text, tokenizer.added)).tolist()
+
+    def check_messages(self, messages: Sequence[Message]) -> None:
+        """ApiError for a chat that cannot fit: it would keep the template from others."""
+        most = self.options.max_prompt or self.model.max_position
+        if len(messages) > most:
+            raise ApiError(400, f"{len(messages)} messages have more than {most} tokens")
+        parts = [part for m in messages if isinstance(m.content, list) for part in m.content]
+        texts = [m.content for m in messages if isinstance(m.content, str)]
+        for text in [*texts, *(part.text for part in parts)]:
+            self.check_length(text)
 
     async def grammar(self, body: Generation) -> tuple[Grammar | None, tuple[str, str] | None]:
         """The grammar that a request asks for in one of several ways, and its kind and text."""
