@@ -145,8 +145,9 @@ class DataConfig:
     objective: Objective = setting(
         Objective.gpt,
         "gpt: predict every next token of .bin/.idx files | sft: predict the assistant's messages "
-        "in chats, .jsonl files (a row: {messages: [{role, content}, ...]}) | masked: predict "
-        "masked tokens of a .bin/.idx file of sentences (maxmeg preprocess --split_sentences), "
+        "in chats, files of rows or folders of them (.jsonl, .json, .parquet, datasets; a row: "
+        "{messages: [{role, content}, ...]}, or as ShareGPT and Alpaca) | masked: predict masked "
+        "tokens of a .bin/.idx file of sentences (maxmeg preprocess --split_sentences), "
         "with model.attention.causal=false | span_corruption: predict the spans that such a file "
         "lacks (T5) | seq2seq: predict the texts of data.paths=SOURCE,TARGET from those in the "
         "same places of the other (maxmeg preprocess --aligned) | classify: the class of a text or "

@@ -4,12 +4,19 @@ import json
 
 import pytest
 from chats import TOKENS
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from maxmeg.config.data import DataConfig
+from maxmeg.config.schema import Config
 from maxmeg.data.chat import template as chat
 from maxmeg.data.chat import template_child, turns
+from maxmeg.data.chat.conversation import normalized
 from maxmeg.data.chat.template import ChatTemplate
 from maxmeg.data.chat.turns import MARKS, BadRow, find_turns
 from maxmeg.data.prepare.documents import Record
+from maxmeg.data.tokenizers.load import load_tokenizer
+from maxmeg.inference.prompts import encoded
 
 pytestmark = pytest.mark.usefixtures("renders_here")
 CHATML = (
@@ -70,12 +77,6 @@ def test_only_messages_of_the_assistant_have_a_loss(name):
     assert one.text == plain["texts"][0]
 
 
-def test_tools_reach_the_template():
-    text = "{{ tools }}{% for m in messages %}{{ m.role }}{% endfor %}"
-    one, two = found(text, {"messages": CHAT, "tools": [1]}, {"messages": CHAT})
-    assert one.text.startswith("[1]") and two.text.startswith("None")
-
-
 REFUSED = {
     "earlier turns change": (WITHOUT_EARLIER_THOUGHTS, "turn 1 cannot be found: the text up to"),
     "another opening": (CHATML.replace("assistant\n", "assistant\n<t>"), "the text before it is"),
@@ -102,20 +103,54 @@ def test_templates_that_do_not_tell(name):
 
 USER = {"role": "user", "content": "x"}
 SAID = {"role": "assistant", "content": "y"}
+
+
+def called(call) -> dict:
+    return {"messages": [USER, {"role": "assistant", "tool_calls": [call]}]}
+
+
+def shared(turn) -> dict:
+    return {"conversations": [turn]}
+
+
 ROWS = {
     "no json": (b'{"messages": [', "invalid JSON"),
     "no utf-8": (b'{"messages": "\xff"}', "invalid UTF-8 at byte 14"),
     "deep": (b"[" * 100_000, "too deeply|invalid JSON"),
-    "a list": ([USER], 'an object with "messages"'),
-    "no messages": ({"text": "x"}, 'an object with "messages"'),
-    "none": ({"messages": []}, "is not a list of messages"),
-    "no role": ({"messages": [{"content": "x"}]}, "is not an object like"),
-    "unknown role": ({"messages": [USER, {"role": "bot", "content": ""}]}, "message 2 .* 'bot'"),
-    "number": ({"messages": [{"role": "user", "content": 1}, SAID]}, "content '1', which is not"),
-    "nothing": ({"messages": [{"role": "user"}, SAID]}, "content 'None'"),
+    "a list": ([USER], "a row must be an object, not "),
+    "no form": ({"text": "x", "output": ""}, r"its fields \(text, output\) fit no form of a chat"),
+    "none": ({"messages": []}, r"messages=\[\] is not a list of messages"),
+    "a text": ({"messages": "x"}, "messages='x' is not JSON"),
+    "no object": ({"messages": [USER, 1]}, r"messages\[1\]=1 is not an object like"),
+    "no role": ({"messages": [{"content": "x"}]}, r"messages\[0\] has no role, a text"),
+    "a role": ({"messages": [{"role": 1}]}, r"messages\[0\]\.role=1 is not text"),
+    "unknown role": ({"messages": [{**USER, "role": "bot"}, SAID]}, "0.*role='bot' is unknown"),
+    "number": ({"messages": [{**USER, "content": 1}, SAID]}, r"\[0\]\.content=1 is not text"),
+    "an image": (
+        {"messages": [{**USER, "content": ["a", {"type": "image"}]}, SAID]},
+        r"messages\[0\]\.content\[1\]=\{'type': 'image'\} is not a text part",
+    ),
+    "nothing": ({"messages": [{"role": "user"}, SAID]}, r"messages\[0\] has no content"),
+    "silence": ({"messages": [USER, {**SAID, "content": None, "tool_calls": []}]}, "no content"),
     "no assistant": ({"messages": [USER]}, "no message has the role assistant"),
     "weight": ({"messages": [USER, {**SAID, "weight": 0}]}, "weight=0"),
-    "tools": ({"messages": [USER, SAID], "tools": "x"}, "tools='x' is not a list"),
+    "a name": ({"messages": [{**USER, "name": 1}, SAID]}, r"messages\[0\]\.name=1 is not text"),
+    "a call": (called(1), r"messages\[1\]\.tool_calls\[0\]=1 is not an object"),
+    "no name": (called({"id": "1"}), r"tool_calls\[0\]\.function has no name"),
+    "a list of arguments": (called({"name": "f", "arguments": [1]}), "arguments=.1. is not a JSON"),
+    "arguments": (called({"name": "f", "arguments": "{"}), "arguments='{' is not JSON"),
+    "tools": ({"messages": [USER, SAID], "tools": "x"}, "tools='x' is not JSON"),
+    "no tools": ({"messages": [USER, SAID], "tools": {}}, "tools={} is not a list"),
+    "a schema": (
+        {"messages": [USER, SAID], "tools": [{"name": "f", "parameters": "[]"}]},
+        r"tools\[0\]\.function\.parameters='\[\]' is not a JSON schema",
+    ),
+    "a speaker": (shared({"from": "x", "value": ""}), r"conversations\[0\]\.from='x' is unknown"),
+    "no speaker": (shared({"value": ""}), r"conversations\[0\]=.* is not an object like"),
+    "said": (shared({"from": "gpt", "value": 1}), r"conversations\[0\]\.value=1 is not text"),
+    "input": ({"instruction": "", "output": "", "input": 1}, "input=1 is not text"),
+    "history": ({"instruction": "", "output": "", "history": [1]}, r"history\[0\]=1 is not a pair"),
+    "a prompt": ({"prompt": "", "completion": []}, "prompt='': prompt and completion must be two"),
     "a mark": ({"messages": [USER, {**SAID, "content": MARKS[0]}]}, "are nested"),
 }
 
@@ -131,11 +166,73 @@ def test_bad_rows_are_reported_and_the_others_kept():
             raise turn
 
 
-def test_calls_of_tools_have_no_content():
-    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
-    text = "{% for m in messages %}{{ m.content or m.tool_calls | tojson }}{% endfor %}"
-    (one,) = found(text, {"messages": [USER, call, {"role": "tool", "content": "1"}]})
-    assert [one.text[a:b] for a, b in one.spans] == ['[{"name": "f"}]']
+TEXT = st.text('ab"{é \n', max_size=4)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | TEXT,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(TEXT, inner, max_size=2),
+    max_leaves=4,
+)
+OBJECTS = st.dictionaries(TEXT, VALUES, max_size=2)
+
+
+@st.composite
+def spellings(draw):
+    """A row as templates take it, and the same row in another spelling."""
+
+    def one_of(*values):
+        return draw(st.sampled_from(values))
+
+    def shuffled(fields: dict, *nulls: str) -> dict:
+        fields = {name: None for name in nulls if draw(st.booleans())} | fields
+        return dict(draw(st.permutations([*fields.items()])))
+
+    messages, theirs = [], []
+    roles = draw(st.lists(st.sampled_from(["system", "user", "tool"]), max_size=3))
+    for role in (*roles, "assistant"):
+        text, arguments = draw(TEXT), draw(st.lists(OBJECTS, max_size=2)) * (role == "assistant")
+        calls, fields = [], {"role": one_of(role, "developer") if role == "system" else role}
+        for known in arguments:
+            absent = [] if known else [None, ""]
+            function = {"name": "f", "arguments": one_of(known, json.dumps(known), *absent)}
+            flat = shuffled(function, "strict")
+            calls.append(shuffled({"id": "1", **one_of(flat, {"function": flat})}, "type"))
+        absent = [None] if calls and not text else []
+        parts = [text[:2], {"type": "text", "text": text[2:], "image_url": None}]
+        fields |= {"content": one_of(text, parts, *absent)}
+        fields |= {"tool_calls": calls} if calls else {}
+        theirs.append(shuffled(fields, "name", "tool_calls", "tool_call_id", "reasoning"))
+        calls = [{"name": "f", "arguments": known} for known in arguments]
+        calls = [{"id": "1", "type": "function", "function": call} for call in calls]
+        messages.append({"role": role, "content": text} | ({"tool_calls": calls} if calls else {}))
+    functions = [{"name": "f", "parameters": s} for s in draw(st.lists(OBJECTS, max_size=2))]
+    tools = [shuffled(f | {"parameters": json.dumps(f["parameters"])}) for f in functions]
+    tools = [one_of(f, {"function": f, "type": None}) for f in tools]
+    row = {
+        "messages": theirs,
+        "tools": one_of(tools, json.dumps(tools)) if tools else one_of(None, []),
+    }
+    tools = [{"type": "function", "function": function} for function in functions]
+    return {"messages": messages, "tools": tools or None}, shuffled(row)
+
+
+SHOWS_ALL = (
+    "{{ tools | tojson }}{% for m in messages %}{{ m | tojson }}{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}.{% endgeneration %}{% endif %}{% endfor %}"
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[*HealthCheck])
+@given(spellings())
+def test_every_spelling_of_a_conversation_is_the_same_text(tmp_path, rows):
+    plain, _ = rows
+    one, two = found(SHOWS_ALL, *rows)
+    shown = [json.dumps(v, ensure_ascii=False) for v in (plain["tools"], *plain["messages"])]
+    assert one == two and normalized(**plain) == (plain["messages"], plain["tools"])
+    assert one.text == "".join(shown) + plain["messages"][-1]["content"] + "."
+    (tmp_path / "t.jinja").write_text(SHOWS_ALL)
+    config = Config(data=DataConfig(chat_template=str(tmp_path / "t.jinja")))
+    ids = encoded(load_tokenizer("bytes"), config, rows)
+    assert [bytes(i.tolist()).decode() for i in ids] == [one.text] * 2
 
 
 def test_many_rows_in_small_parts(monkeypatch):
