@@ -1,5 +1,6 @@
 """Prompts and chats, their tokens, and the tokens that end a generated text."""
 
+import json
 import typing
 from collections.abc import Sequence
 
@@ -41,9 +42,11 @@ def checked(record: typing.Any) -> Record:
     if len(names) != 1:
         raise ValueError('a row must be an object with either "prompt" or "messages"')
     if names == ["messages"]:
-        normalized(record["messages"], record.get("tools"))
-    elif not isinstance(record["prompt"], str):
-        raise ValueError(f"prompt={shown(record['prompt'])} is not text")
+        conversation = normalized(record["messages"], record.get("tools"))
+        text = json.dumps(conversation, ensure_ascii=False, default=str)
+    elif not isinstance(text := record["prompt"], str):
+        raise ValueError(f"prompt={shown(text)} is not text")
+    documents.check_unicode(text, names[0])
     return record
 
 
@@ -93,7 +96,7 @@ def encoded(
     if system and not chats:
         raise ValueError(f"system={system!r} is for chats: add --chat, or give messages")
     for record in records:
-        if not is_chat(record) and record.get("tools"):
+        if not is_chat(checked(record)) and record.get("tools"):
             raise ValueError(
                 f"tools of the prompt {shown(record['prompt'])} are for chats: add --chat, or give "
                 "messages"

@@ -150,7 +150,11 @@ ROWS = {
     "said": (shared({"from": "gpt", "value": 1}), r"conversations\[0\]\.value=1 is not text"),
     "input": ({"instruction": "", "output": "", "input": 1}, "input=1 is not text"),
     "history": ({"instruction": "", "output": "", "history": [1]}, r"history\[0\]=1 is not a pair"),
-    "a prompt": ({"prompt": "", "completion": []}, "prompt='': prompt and completion must be two"),
+    "a prompt": ({"prompt": "", "completion": []}, r"prompt='', completion=\[\]: give two texts"),
+    "no call": (
+        shared({"from": "function_call", "value": "[1]"}),
+        r"conversations\[0\]\.value='\[1\]' is not a call",
+    ),
     "a mark": ({"messages": [USER, {**SAID, "content": MARKS[0]}]}, "are nested"),
 }
 

@@ -75,8 +75,14 @@ def _turn(turn: Any, field: str) -> Any:
         raise ValueError(f"{field}.value={shown(value)} is not text")
     message = {"role": SPEAKERS[speaker], "content": value}
     if speaker == "function_call":
-        calls = parsed(value, f"{field}.value")
-        message |= {"content": None, "tool_calls": calls if isinstance(calls, list) else [calls]}
+        called = parsed(value, f"{field}.value")
+        calls = called if isinstance(called, list) else [called]
+        if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+            raise ValueError(
+                f"{field}.value={shown(value)} is not a call like "
+                '{"name": "...", "arguments": {...}}'
+            )
+        message |= {"content": None, "tool_calls": calls}
     return message | {name: turn[name] for name in ("weight",) if turn.get(name) is not None}
 
 
@@ -103,12 +109,11 @@ def _completion(row: Row) -> Conversation:
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         return Conversation([*_system(row), *_pair(prompt, completion)], row.get("tools"))
-    for name in ("prompt", "completion"):
-        if not isinstance(row[name], list):
-            raise ValueError(
-                f"{name}={shown(row[name])}: prompt and completion must be two texts or two lists "
-                "of messages"
-            )
+    if not isinstance(prompt, list) or not isinstance(completion, list):
+        raise ValueError(
+            f"prompt={shown(prompt)}, completion={shown(completion)}: give two texts or two lists "
+            "of messages"
+        )
     return Conversation([*prompt, *completion], row.get("tools"), len(prompt))
 
 

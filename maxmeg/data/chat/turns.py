@@ -62,8 +62,11 @@ def read_object(record: Record, *names: str) -> Row:
         row = record.value()
     if isinstance(row, dict) and all(row.get(name) is not None for name in names):
         return row
-    wanted = " and ".join(map(json.dumps, names))
-    raise BadRow(f"a row must be an object{f' with {wanted}' * bool(names)}, not {shown(row)}")
+    wanted = f" with {' and '.join(map(json.dumps, names))}" * bool(names)
+    actual = (
+        f"one with {', '.join(row) or 'no field'}"[:200] if isinstance(row, dict) else shown(row)
+    )
+    raise BadRow(f"a row must be an object{wanted}, not {actual}")
 
 
 def bad_rows_error(problems: Sequence[str]) -> ValueError:
