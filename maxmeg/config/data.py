@@ -168,9 +168,9 @@ class DataConfig:
     )
     format: Format = setting(
         Format.suffix,
-        "labelled files. suffix: .jsonl, .tsv (with a header line) or .conll, by name; cola, sst2, "
-        "mrpc, qqp, mnli, snli, qnli, rte, wnli: .tsv as GLUE publishes it; race: folders of its "
-        ".txt files; conll: words and their labels in lines",
+        "labelled files. suffix: rows as for sft, .tsv (with a header line) or .conll, by name; "
+        "cola, sst2, mrpc, qqp, mnli, snli, qnli, rte, wnli: .tsv as GLUE publishes it; race: "
+        "folders of its .txt files; conll: words and their labels in lines",
         needs="objective=classify|tag|choose",
     )
     columns: tuple[str, ...] = setting(

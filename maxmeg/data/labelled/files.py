@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from maxmeg.config.data import DataConfig, Objective
 from maxmeg.config.labelled import GLUE, Format, Layout
-from maxmeg.data.prepare.documents import check_unicode, decode, read_records
+from maxmeg.data.prepare.documents import check_unicode, decode, find_inputs, read_records
 
 logger = logging.getLogger("maxmeg")
 MAX_DAMAGED = 0.01  # share of the lines of a table that may have another number of columns
@@ -85,7 +85,7 @@ def format_of(config: DataConfig, path: str) -> str:
     if config.format is Format.suffix:
         suffixes = {".tsv": "table", ".conll": "conll"}
         suffixes |= dict.fromkeys((".jsonl", ".json", ".parquet", ".arrow"), "json")
-        kind = suffixes.get(Path(path).suffix, "")
+        kind = "json" if Path(path).is_dir() else suffixes.get(Path(path).suffix, "")
         if not kind:
             raise ValueError(
                 f"{path}: data.format=suffix knows {', '.join(suffixes)}; rename it, or name its "
@@ -148,8 +148,8 @@ def table_rows(config: DataConfig, path: str) -> Iterator[tuple[str, dict[str, s
 
 
 def json_rows(config: DataConfig, path: str) -> Iterator[tuple[str, Any]]:
-    """The objects of a file of JSON lines, a JSON array or a table."""
-    for record in read_records([path]):
+    """The objects of a file of JSON lines, a JSON array or a table, or of a folder of tables."""
+    for record in read_records(find_inputs([path])):
         try:
             row = record.value()
             row = row if isinstance(row, dict) else BadRow(f"is a {type(row).__name__}, no object")
