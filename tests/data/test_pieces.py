@@ -149,7 +149,7 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path):
     def run(skip: bool = False, options: Options = options, share: Share = share):
         return prepare([str(path)], output, options, 0, skip, share=share)
 
-    with pytest.raises(ValueError, match="line 61: no key 'text'"):
+    with pytest.raises(ValueError, match="line 61: no 'text' among no fields"):
         run()
     parts = sorted(p.name for p in (tmp_path / "out.parts").iterdir() if p.is_dir())
     assert parts == [f"{i:06d}" for i in range(6)]

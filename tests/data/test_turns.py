@@ -1,6 +1,7 @@
 """What the assistant said is found in the text of templates, or the template is refused."""
 
 import json
+import re
 
 import pytest
 from chats import TOKENS
@@ -105,10 +106,6 @@ USER = {"role": "user", "content": "x"}
 SAID = {"role": "assistant", "content": "y"}
 
 
-def called(call) -> dict:
-    return {"messages": [USER, {"role": "assistant", "tool_calls": [call]}]}
-
-
 def shared(turn) -> dict:
     return {"conversations": [turn]}
 
@@ -121,11 +118,8 @@ ROWS = {
     "no form": ({"text": "x", "output": ""}, r"its fields \(text, output\) fit no form of a chat"),
     "none": ({"messages": []}, r"messages=\[\] is not a list of messages"),
     "a text": ({"messages": "x"}, "messages='x' is not JSON"),
-    "no object": ({"messages": [USER, 1]}, r"messages\[1\]=1 is not an object like"),
     "no role": ({"messages": [{"content": "x"}]}, r"messages\[0\] has no role, a text"),
-    "a role": ({"messages": [{"role": 1}]}, r"messages\[0\]\.role=1 is not text"),
     "unknown role": ({"messages": [{**USER, "role": "bot"}, SAID]}, "0.*role='bot' is unknown"),
-    "number": ({"messages": [{**USER, "content": 1}, SAID]}, r"\[0\]\.content=1 is not text"),
     "an image": (
         {"messages": [{**USER, "content": ["a", {"type": "image"}]}, SAID]},
         r"messages\[0\]\.content\[1\]=\{'type': 'image'\} is not a text part",
@@ -134,27 +128,10 @@ ROWS = {
     "silence": ({"messages": [USER, {**SAID, "content": None, "tool_calls": []}]}, "no content"),
     "no assistant": ({"messages": [USER]}, "no message has the role assistant"),
     "weight": ({"messages": [USER, {**SAID, "weight": 0}]}, "weight=0"),
-    "a name": ({"messages": [{**USER, "name": 1}, SAID]}, r"messages\[0\]\.name=1 is not text"),
-    "a call": (called(1), r"messages\[1\]\.tool_calls\[0\]=1 is not an object"),
-    "no name": (called({"id": "1"}), r"tool_calls\[0\]\.function has no name"),
-    "a list of arguments": (called({"name": "f", "arguments": [1]}), "arguments=.1. is not a JSON"),
-    "arguments": (called({"name": "f", "arguments": "{"}), "arguments='{' is not JSON"),
     "tools": ({"messages": [USER, SAID], "tools": "x"}, "tools='x' is not JSON"),
-    "no tools": ({"messages": [USER, SAID], "tools": {}}, "tools={} is not a list"),
-    "a schema": (
-        {"messages": [USER, SAID], "tools": [{"name": "f", "parameters": "[]"}]},
-        r"tools\[0\]\.function\.parameters='\[\]' is not a JSON schema",
-    ),
     "a speaker": (shared({"from": "x", "value": ""}), r"conversations\[0\]\.from='x' is unknown"),
-    "no speaker": (shared({"value": ""}), r"conversations\[0\]=.* is not an object like"),
-    "said": (shared({"from": "gpt", "value": 1}), r"conversations\[0\]\.value=1 is not text"),
-    "input": ({"instruction": "", "output": "", "input": 1}, "input=1 is not text"),
-    "history": ({"instruction": "", "output": "", "history": [1]}, r"history\[0\]=1 is not a pair"),
+    "no call": (shared({"from": "function_call", "value": "[1]"}), r"value='\[1\]' is not a call"),
     "a prompt": ({"prompt": "", "completion": []}, r"prompt='', completion=\[\]: give two texts"),
-    "no call": (
-        shared({"from": "function_call", "value": "[1]"}),
-        r"conversations\[0\]\.value='\[1\]' is not a call",
-    ),
     "a mark": ({"messages": [USER, {**SAID, "content": MARKS[0]}]}, "are nested"),
 }
 
@@ -168,6 +145,37 @@ def test_bad_rows_are_reported_and_the_others_kept():
         with pytest.raises(BadRow, match=error):
             assert isinstance(turn, BadRow), name
             raise turn
+
+
+CALLS = [{"name": "f", "arguments": {}}, {"function": {"name": "f", "arguments": "{}"}}]
+TOOLS = [{"name": "f", "parameters": {}}, {"function": {"name": "f", "parameters": "{}"}}]
+EVERY_FIELD = [
+    {"messages": [{**USER, "name": "n"}, {**SAID, "tool_calls": CALLS}], "tools": TOOLS},
+    {"conversations": [{"from": "human", "value": "x"}, SAID], "system": "s", "tools": TOOLS},
+    {"instruction": "x", "input": "x", "output": "y", "history": [["x", "y"]], "system": "s"},
+    {"prompt": [USER], "completion": [{**SAID, "content": ["y", {"type": "text", "text": "y"}]}]},
+]
+
+
+def with_numbers(value, name: str = ""):
+    """A number in place of each part of a value: (the name of the field, the value)."""
+    for key in value if isinstance(value, dict) else range(len(value)):
+        field = f"{name}[{key}]" if isinstance(key, int) else f"{name}.{key}"
+        deeper = with_numbers(value[key], field) if isinstance(value[key], dict | list) else ()
+        for place, item in [(field, 1.5), *deeper]:
+            changed = {**value} if isinstance(value, dict) else [*value]
+            changed[key] = item
+            yield place, changed
+
+
+@pytest.mark.parametrize("row", EVERY_FIELD, ids=lambda row: next(iter(row)))
+def test_a_wrong_type_is_named_with_its_field(row):
+    names, wrong = zip(*with_numbers(row), strict=True)
+    good, *bad = found(BLOCKS, row, *wrong)
+    assert not isinstance(good, BadRow) and len(bad) > 4
+    for name, error in zip(names, bad, strict=True):
+        field = re.sub(r"(.)(\.\w+|\[\d\])$", r"\1", name[1:])  # or the one around it
+        assert isinstance(error, BadRow) and field in str(error) and "\n" not in str(error), name
 
 
 TEXT = st.text('ab"{é \n', max_size=4)

@@ -18,20 +18,20 @@ Fields = dict[str, Any]
 
 
 def normalized(
-    messages: Any, tools: Any = None, is_trained: bool = False
+    messages: Any, tools: Any = None, is_trained: bool = False, field: str = "messages"
 ) -> tuple[list[Fields], list[Fields] | None]:
     """Messages and tools in the form of OpenAI's API, with arguments of calls as objects.
 
     Fields that are null are left out, text parts are joined, JSON text is parsed where an object
     belongs, `developer` becomes `system`, calls and tools without "function" get it, and known
     fields come in a fixed order. Other fields stay as they are. is_trained: whether an assistant's
-    message without content and without any other field, such as tool_calls, is an error. ValueError
-    names the field that is wrong.
+    message without content and without any other field, such as tool_calls, is an error. field: the
+    name of the messages in errors. ValueError names the field that is wrong.
     """
-    listed = parsed(messages, "messages")
+    listed = parsed(messages, field)
     if not isinstance(listed, Sequence) or isinstance(listed, str) or not listed:
-        raise ValueError(f"messages={shown(messages)} is not a list of messages")
-    found = [_message(m, f"messages[{i}]", is_trained) for i, m in enumerate(listed)]
+        raise ValueError(f"{field}={shown(messages)} is not a list of messages")
+    found = [_message(m, f"{field}[{i}]", is_trained) for i, m in enumerate(listed)]
     return found, _listed(tools, "tools", _tool) or None
 
 

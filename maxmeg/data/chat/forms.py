@@ -1,13 +1,12 @@
 """The forms of rows that hold a conversation, recognized by their fields.
 
-Each becomes messages, tools and the number of the first message that may have a loss, which
-`conversation.normalized` brings into one form.
+Each becomes messages, tools and the index of the first message that may have a loss.
 """
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from maxmeg.data.chat.conversation import parsed, shown
+from maxmeg.data.chat.conversation import normalized, parsed, shown
 
 # ShareGPT's names of who speaks, those of LLaMA-Factory and of the datasets on the Hub among them.
 SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant"}
@@ -57,7 +56,8 @@ def _share_gpt(row: Row) -> Conversation:
     if not isinstance(turns, list | tuple):
         raise ValueError(f"conversations={shown(turns)} is not a list")
     messages = [_turn(turn, f"conversations[{number}]") for number, turn in enumerate(turns)]
-    return Conversation([*_system(row), *messages], row.get("tools"))
+    messages, tools = normalized(messages, row.get("tools"), True, "conversations")
+    return Conversation([*_system(row), *messages], tools)
 
 
 def _turn(turn: Any, field: str) -> Any:
@@ -97,7 +97,8 @@ def _alpaca(row: Row) -> Conversation:
     if not isinstance(history, list):
         raise ValueError(f"history={shown(history)} is not a list of pairs of texts")
     for number, pair in enumerate(history):
-        if not isinstance(pair, list | tuple) or len(pair) != 2:
+        is_pair = isinstance(pair, list) and len(pair) == 2
+        if not is_pair or not all(isinstance(text, str) for text in pair):
             raise ValueError(f"history[{number}]={shown(pair)} is not a pair of texts")
         messages += _pair(*pair)
     messages += _pair("\n\n".join(filter(None, (asked, more))), _text(row, "output"))
@@ -114,7 +115,9 @@ def _completion(row: Row) -> Conversation:
             f"prompt={shown(prompt)}, completion={shown(completion)}: give two texts or two lists "
             "of messages"
         )
-    return Conversation([*prompt, *completion], row.get("tools"), len(prompt))
+    prompt, tools = normalized(prompt, row.get("tools"), field="prompt")
+    completion, _ = normalized(completion, None, True, "completion")
+    return Conversation([*prompt, *completion], tools, len(prompt))
 
 
 def _pair(asked: Any, answer: Any) -> list[dict[str, Any]]:

@@ -34,8 +34,8 @@ def read_side(side: str, record: Record) -> Row | Turns:
     answers = [row[name] for name in SIDES]
     if all(isinstance(messages, list) for messages in answers):
         for number, name in enumerate(SIDES):  # equal messages may be written in several ways
-            with bad_rows(f"{name}: "):
-                answers[number] = normalized(answers[number], is_trained=True)[0]
+            with bad_rows():
+                answers[number] = normalized(answers[number], None, True, name)[0]
     if answers[0] == answers[1]:
         raise BadRow("chosen and rejected are equal: there is no preference")
     answer = answers[SIDES.index(side)]

@@ -19,7 +19,6 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from maxmeg.data.chat.conversation import shown
 from maxmeg.data.tokenizers.load import parse_spec
 from maxmeg.data.tokenizers.tokenizer import Tokenizer, json_object
 
@@ -54,11 +53,10 @@ class ChatTemplate:
     ) -> list[str]:
         """Render each conversation with the prompt for the assistant's next turn.
 
-        variables: others of the template, such as tools, for all conversations; each: for one each.
+        conversations: messages as `conversation.normalized` returns them. variables: others of the
+        template for all conversations; each: others for one each, such as its tools.
         ValueError where the template fails, refuses the messages, or exceeds its limits.
         """
-        for number, messages in enumerate(conversations):
-            check_messages(messages, f"conversation {number + 1} of {len(conversations)}")
         texts: list[str] = []
         for start in range(0, len(conversations), AT_ONCE):
             requests = [
@@ -177,19 +175,6 @@ def run_child(request: dict, source: str) -> dict[str, typing.Any]:
     if code:
         raise ValueError(f"{source} ended its process with exit code {code}: {REMEDY}")
     return answer
-
-
-def check_messages(messages: typing.Any, where: str) -> None:
-    """ValueError unless `messages` is a list like [{"role": "user", ...}, ...]; templates check
-    the rest."""
-    if not isinstance(messages, list | tuple) or not messages:
-        raise ValueError(f"{where}: {shown(messages)} is not a list of messages")
-    for message in messages:
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise ValueError(
-                f"{where}: message {shown(message)} is not an object like "
-                '{"role": "user", "content": "..."}'
-            )
 
 
 def load_chat_template(tokenizer: Tokenizer, path: str = "") -> ChatTemplate:

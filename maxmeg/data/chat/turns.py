@@ -48,12 +48,12 @@ class BadRow(ValueError):
 
 
 @contextlib.contextmanager
-def bad_rows(prefix: str = "") -> Iterator[None]:
+def bad_rows() -> Iterator[None]:
     """Raise the ValueErrors of the block as BadRow."""
     try:
         yield
     except ValueError as error:
-        raise BadRow(f"{prefix}{error}") from None
+        raise BadRow(str(error)) from None
 
 
 def read_object(record: Record, *names: str) -> Row:
