@@ -128,6 +128,7 @@ ROWS = {
     "silence": ({"messages": [USER, {**SAID, "content": None, "tool_calls": []}]}, "no content"),
     "no assistant": ({"messages": [USER]}, "no message has the role assistant"),
     "weight": ({"messages": [USER, {**SAID, "weight": 0}]}, "weight=0"),
+    "its weight": ({"messages": [USER, SAID], "weight": 2.0}, "^weight=2.0: weights are not"),
     "tools": ({"messages": [USER, SAID], "tools": "x"}, "tools='x' is not JSON"),
     "a speaker": (shared({"from": "x", "value": ""}), r"conversations\[0\]\.from='x' is unknown"),
     "no call": (shared({"from": "function_call", "value": "[1]"}), r"value='\[1\]' is not a call"),

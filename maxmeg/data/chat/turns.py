@@ -78,8 +78,10 @@ def bad_rows_error(problems: Sequence[str]) -> ValueError:
 
 def read_row(record: Record) -> Row:
     """The conversation of a row of any form (`forms.FORMS`); BadRow for an invalid row."""
+    row = read_object(record)
+    _check_weight(row, "weight")
     with bad_rows():
-        form, (messages, tools, first) = read_conversation(read_object(record))
+        form, (messages, tools, first) = read_conversation(row)
         return conversation(messages, tools, first) | {"form": form}
 
 
@@ -99,8 +101,13 @@ def _check_message(message: Row, field: str) -> None:
     role = message["role"]
     if role not in ROLES:
         raise BadRow(f"{field}.role={shown(role)} is unknown: known are {', '.join(ROLES)}")
-    if message.get("weight", 1) != 1:
-        raise BadRow(f"{field}.weight={message['weight']!r}: weights are not supported, remove it")
+    _check_weight(message, f"{field}.weight")
+
+
+def _check_weight(fields: Row, name: str) -> None:
+    """BadRow for a factor of the loss, which other trainers know."""
+    if fields.get("weight") not in (None, 1):
+        raise BadRow(f"{name}={shown(fields['weight'])}: weights are not supported, remove it")
 
 
 def find_turns(
