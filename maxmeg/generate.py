@@ -84,7 +84,10 @@ def main(options: Options) -> None:
         return
     texts = [reply.text for reply in engine.generate(prompts, request, options.seed)]
     if options.output:
-        lines = [json.dumps(r | {"completion": t}) for r, t in zip(records, texts, strict=True)]
+        lines = [
+            json.dumps(r | {"completion": t}, default=str)
+            for r, t in zip(records, texts, strict=True)
+        ]
         Path(options.output).write_text("\n".join(lines) + "\n", encoding="utf-8")
         return
     for number, (before, text) in enumerate(zip(shown, texts, strict=True)):

@@ -122,12 +122,15 @@ def test_prompts_open_as_the_tokenizer_does(command, trained, monkeypatch):
 @pytest.mark.parametrize(
     ("line", "error"),
     [
-        ("{", r"line 2 is not JSON"),
-        ("[1]", r"line 2 is not an object with either"),
-        ("{}", r"line 2 is not an object with either"),
-        ('{"prompt": "a", "messages": []}', r"line 2 is not an object with either"),
+        ("{", r"line 2: invalid JSON"),
+        ("[1]", r"line 2: a row must be an object with either"),
+        ("{}", r"line 2: a row must be an object with either"),
+        ('{"prompt": "a", "messages": []}', r"line 2: a row must be an object with either"),
         ('{"prompt": 1}', r"line 2: prompt=1 is not text"),
-        ('{"messages": []}', r"conversation 1 of 1: '\[\]' is not a list of messages"),
+        ('{"messages": []}', r"line 2: messages=\[\] is not a list of messages"),
+        ('{"messages": [{"role": "user"}]}', r"line 2: messages\[0\] has no content, a text"),
+        (r'{"prompt": "\ud800"}', "line 2: prompt has half a surrogate pair"),
+        ('{"prompt": "a", "tools": [{"name": "f"}]}', "tools of the prompt 'a' are for chats: add"),
         ('{"prompt": ""}', r"prompt 2 of 2: the prompt is empty"),
     ],
 )

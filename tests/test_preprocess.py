@@ -85,21 +85,6 @@ def test_bad_lines_stop_or_are_counted(tmp_path, preprocess):
     assert texts(tmp_path / "out_text_document") == ["ok", "fine"]
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--input=a.jsonl", "--output=/proc/none/out"), "cannot write"),
-        (("--input=a.jsonl", "--output=out", "--tokenizer=gpt3:x"), "'gpt2'"),
-    ],
-)
-def test_wrong_flags_are_explained(tmp_path, preprocess, monkeypatch, flags, message):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.jsonl").write_bytes(LINES)
-    code, _, errors = preprocess(*flags)
-    assert code == 2 and message in errors, errors
-    assert not list(tmp_path.glob("out*"))
-
-
 def is_running(process: str) -> bool:
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

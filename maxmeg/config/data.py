@@ -145,8 +145,9 @@ class DataConfig:
     objective: Objective = setting(
         Objective.gpt,
         "gpt: predict every next token of .bin/.idx files | sft: predict the assistant's messages "
-        "in chats, .jsonl files (a row: {messages: [{role, content}, ...]}) | masked: predict "
-        "masked tokens of a .bin/.idx file of sentences (maxmeg preprocess --split_sentences), "
+        "in chats, files of rows or folders of them (.jsonl, .json, .parquet, datasets; a row: "
+        "{messages: [{role, content}, ...]}, or as ShareGPT and Alpaca) | masked: predict masked "
+        "tokens of a .bin/.idx file of sentences (maxmeg preprocess --split_sentences), "
         "with model.attention.causal=false | span_corruption: predict the spans that such a file "
         "lacks (T5) | seq2seq: predict the texts of data.paths=SOURCE,TARGET from those in the "
         "same places of the other (maxmeg preprocess --aligned) | classify: the class of a text or "
@@ -167,9 +168,9 @@ class DataConfig:
     )
     format: Format = setting(
         Format.suffix,
-        "labelled files. suffix: .jsonl, .tsv (with a header line) or .conll, by name; cola, sst2, "
-        "mrpc, qqp, mnli, snli, qnli, rte, wnli: .tsv as GLUE publishes it; race: folders of its "
-        ".txt files; conll: words and their labels in lines",
+        "labelled files. suffix: rows as for sft, .tsv (with a header line) or .conll, by name; "
+        "cola, sst2, mrpc, qqp, mnli, snli, qnli, rte, wnli: .tsv as GLUE publishes it; race: "
+        "folders of its .txt files; conll: words and their labels in lines",
         needs="objective=classify|tag|choose",
     )
     columns: tuple[str, ...] = setting(

@@ -131,7 +131,9 @@ class Generate(SamplingOptions):
 
     prompt: Sequence[str] = setting((), "text to continue, or a source; may be given several times")
     prompts: str = setting(
-        "", "file of prompts and chats, one JSON object per line, instead of --prompt"
+        "",
+        "file of prompts and chats instead of --prompt: one JSON object per line, an array, or a "
+        "table",
     )
     output: str = setting(
         "", "file for the completions, one JSON object per line; empty: the screen"

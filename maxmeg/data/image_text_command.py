@@ -9,14 +9,8 @@ import numpy as np
 
 from maxmeg.data.chat.turns import MAX_ERRORS, BadRow, bad_rows_error, read_object
 from maxmeg.data.corpus.indexed import IndexedWriter
-from maxmeg.data.prepare.documents import (
-    LINES,
-    Record,
-    check_unicode,
-    find_inputs,
-    kind_of,
-    read_records,
-)
+from maxmeg.data.prepare import documents
+from maxmeg.data.prepare.documents import Record, check_unicode, find_inputs, kind_of, read_records
 from maxmeg.data.prepare_command import Parser
 from maxmeg.data.samples.image_text import IMAGE, TEXT, WORD, decode_image, image_words
 from maxmeg.data.tokenizers.load import load_tokenizer
@@ -75,7 +69,7 @@ def write_pairs(inputs: Sequence[str], output: str, pairs: Pairs) -> int:
     rows."""
     files, count, problems = find_inputs(inputs), 0, []
     for file in files:
-        if kind_of(file) != LINES:
+        if kind_of(file) == documents.TEXT:
             raise ValueError(f"{file} is not named .jsonl: give one JSON object per line")
     with IndexedWriter(output, dtype=WORD, multimodal=True) as writer:
         for record in read_records(files):
@@ -90,7 +84,7 @@ def write_pairs(inputs: Sequence[str], output: str, pairs: Pairs) -> int:
             writer.add_document(values, [len(text), len(image)], [TEXT, IMAGE])
             count += 1
         if problems:
-            raise bad_rows_error(problems, ", ".join(files))
+            raise bad_rows_error(problems)
         if not count:
             raise ValueError(f"{', '.join(files)}: no rows")
     return count

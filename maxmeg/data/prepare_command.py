@@ -101,12 +101,13 @@ def add_input_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that say which documents a command reads."""
     parser.add_argument(
         "--input", nargs="+", action="extend", required=True, metavar="FILE",
-        help="files or objects (.jsonl, .parquet or text, compressed or not), globs of them, or - "
-        "for standard input; may be repeated",
+        help="files or objects (.jsonl, .json, .parquet, .arrow or text, JSON and text compressed "
+        "or not), globs of them, folders of Parquet or saved by datasets, or - for standard input; "
+        "may be repeated",
     )  # fmt: skip
     parser.add_argument(
         "--json_keys", nargs="+", default=["text"], metavar="KEY",
-        help="fields of a JSON line or columns of Parquet; preprocess writes each to its own "
+        help="fields of a JSON object or columns of a table; preprocess writes each to its own "
         "files, and takes a list as sentences",
     )  # fmt: skip
     parser.add_argument(

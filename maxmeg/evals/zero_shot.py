@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from maxmeg.data.prepare.documents import decode, parse_json, read_records
+from maxmeg.data.prepare.documents import decode, read_records
 from maxmeg.evals.harness import HarnessModel, Pair
 from maxmeg.inference.load import Trained
 
@@ -43,7 +43,10 @@ def lambada(model: HarnessModel, path: str, limit: int = 0) -> dict[str, float]:
     """
     pairs: list[Pair] = []
     for record in read_records([path]):
-        row = parse_json(record.data)
+        try:
+            row = record.value()
+        except ValueError as error:
+            raise ValueError(f"{record.place}: {error}") from None
         text = row.get("text") if isinstance(row, dict) else None
         text = text if isinstance(text, str) else ""
         words = text.split()

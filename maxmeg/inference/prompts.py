@@ -8,7 +8,9 @@ import numpy as np
 
 from maxmeg.config.data import Objective
 from maxmeg.config.schema import Config
+from maxmeg.data.chat.conversation import normalized, shown
 from maxmeg.data.chat.template import Messages, hugging_face_folder, load_chat_template
+from maxmeg.data.prepare import documents
 from maxmeg.data.tokenizers.load import parse_spec
 from maxmeg.data.tokenizers.tokenizer import SENTINEL, Tokenizer, json_object
 
@@ -16,36 +18,47 @@ Record = dict[str, typing.Any]  # has a "prompt" or "messages", and any other ke
 
 
 def read_records(texts: Sequence[str], path: str) -> list[Record]:
-    """Return the prompts in `texts` or in a file; ValueError for both, neither, or a bad line."""
+    """Return the prompts in `texts`, or the rows of a file; ValueError for both, neither, or a bad
+    row."""
     if bool(texts) == bool(path):
         raise ValueError("give either --prompt=TEXT, once or more, or --prompts=FILE.jsonl")
     if texts:
         return [{"prompt": text} for text in texts]
-    with open(path, encoding="utf-8") as file:
-        lines = list(enumerate(file, 1))
-    records = [read_record(line, f"{path} line {n}") for n, line in lines if line.strip()]
+    records = []
+    for row in documents.read_records(documents.find_inputs([path])):
+        try:
+            records.append(checked(row.value()))
+        except ValueError as error:
+            raise ValueError(f"{row.place}: {error}") from None
     if not records:
         raise ValueError(f"{path} holds no prompt: write one JSON object per line")
     return records
 
 
-def read_record(line: str, where: str) -> Record:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{where} is not JSON: {error}") from None
-    if not isinstance(record, dict) or ("prompt" in record) == ("messages" in record):
-        raise ValueError(f'{where} is not an object with either "prompt" or "messages"')
-    if not isinstance(record.get("prompt", ""), str):
-        raise ValueError(f"{where}: prompt={record['prompt']!r} is not text")
+def checked(record: typing.Any) -> Record:
+    """Return a prompt or a chat as it is; ValueError names the field that is wrong."""
+    is_object = isinstance(record, dict)
+    names = [n for n in ("prompt", "messages") if is_object and record.get(n) is not None]
+    if len(names) != 1:
+        raise ValueError('a row must be an object with either "prompt" or "messages"')
+    if names == ["messages"]:
+        conversation = normalized(record["messages"], record.get("tools"))
+        text = json.dumps(conversation, ensure_ascii=False, default=str)
+    elif not isinstance(text := record["prompt"], str):
+        raise ValueError(f"prompt={shown(text)} is not text")
+    documents.check_unicode(text, names[0])
     return record
+
+
+def is_chat(record: Record) -> bool:
+    return record.get("messages") is not None
 
 
 def as_chat(record: Record) -> Record:
     """Return a prompt as a chat with one user message; chats are returned as they are."""
-    if "messages" in record:
+    if is_chat(record):
         return record
-    rest = {name: value for name, value in record.items() if name != "prompt"}
+    rest = {name: value for name, value in record.items() if name not in ("prompt", "messages")}
     return {"messages": [{"role": "user", "content": record["prompt"]}], **rest}
 
 
@@ -76,17 +89,25 @@ def encoded(
 ) -> list[np.ndarray]:
     """Return the tokens of each record: `prompt_tokens` of a prompt.
 
-    A chat is rendered by the template, which writes all special tokens itself. system: system
-    message for the chats.
+    A chat is rendered by the template, with its tools; the template writes all special tokens
+    itself. system: system message for the chats.
     """
-    chats = [with_system(r["messages"], system) for r in records if "messages" in r]
+    chats = [normalized(r["messages"], r.get("tools")) for r in records if is_chat(r)]
     if system and not chats:
         raise ValueError(f"system={system!r} is for chats: add --chat, or give messages")
+    for record in records:
+        if not is_chat(checked(record)) and record.get("tools"):
+            raise ValueError(
+                f"tools of the prompt {shown(record['prompt'])} are for chats: add --chat, or give "
+                "messages"
+            )
     template = load_chat_template(tokenizer, config.data.chat_template) if chats else None
-    texts = iter(template.render(chats) if template else [])
+    conversations = [with_system(messages, system) for messages, _ in chats]
+    tools = [{"tools": tools} for _, tools in chats]
+    texts = iter(template.render(conversations, tools) if template else [])
     return [
         tokenizer.encode_marked(next(texts), tokenizer.added)
-        if "messages" in record
+        if is_chat(record)
         else prompt_tokens(tokenizer, config, record["prompt"], special)
         for record in records
     ]

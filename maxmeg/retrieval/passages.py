@@ -131,7 +131,7 @@ def read_queries(path: str, passages: Passages) -> tuple[list[str], np.ndarray]:
     for record in read_records([path]):
         place = record.place
         try:
-            row: Any = parse_json(record.data)
+            row: Any = record.value()
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from None
         query = row.get("query") if isinstance(row, dict) else None

@@ -118,7 +118,7 @@ def test_a_tokenizer_is_trained(tmp_path, capsys, write_lines, model):
     with open(source, "a") as file:
         file.write("{}\n")
     assert preprocess.main(command) == 2
-    assert f"{source} line 21: no key 'text'" in capsys.readouterr().err
+    assert f"{source} line 21: no 'text'" in capsys.readouterr().err
     assert preprocess.main([*command, "--skip_bad_lines"]) == 0
     assert "1 bad lines left out" in capsys.readouterr().out
     assert preprocess.main([*command, "--max_mb=0.0001"]) == (2 if model == "unigram" else 0)

@@ -41,7 +41,8 @@ def settings(objective: Objective = CLASSIFY, **values) -> DataConfig:
 
 
 def rows_of(tmp_path, text: str, name: str = "a.tsv", **values) -> list:
-    (tmp_path / name).write_text(text)
+    if name != ".":
+        (tmp_path / name).write_text(text)
     return read_examples(settings(**values), str(tmp_path / name))
 
 
@@ -91,6 +92,7 @@ def test_words(tmp_path):
 
 BAD = [
     ("a.jsonl", '{"text": "a", "label": 2}', {}, "line 1: label 2 is none of the classes no, yes"),
+    ("a.json", '[{"text": "a", "label": 2}]', {}, "row 1: label 2 is none of the classes no, yes"),
     ("a.jsonl", '{"text": "a", "label": true}', {}, "label must be a str/int, and is True"),
     ("a.jsonl", '{"text": " ", "label": "no"}', {}, "text is empty"),
     ("a.jsonl", '{"txt": "a", "label": 0}', {}, "text must be a str, and is missing; it has txt"),
@@ -99,6 +101,7 @@ BAD = [
     ("a.tsv", "text\ttag\na\tno", {}, "has no column label"),
     ("a.tsv", "text\ttext\na\tno", {}, "names text twice"),
     ("a.tsv", "text\tlabel\n", {}, "holds no row"),
+    (".", "", {}, "is a folder without Parquet files, and no saved dataset: name its files"),
     ("a.txt", "a", {}, "data.format=suffix knows .tsv"),
     ("a.conll", "a b", {}, "is a conll file, for data.objective=tag, not classify"),
 ]
@@ -120,10 +123,10 @@ def tokenizer(tmp_path_factory):
 
 
 def opened(tmp_path, tokenizer, rows: list[dict], index: int = 1, **values):
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "a.json").write_text(json.dumps(rows, indent=1))
     config = settings(**{"labels": ("no", "yes"), **values})
     part = (",".join(str(int(i == index)) for i in range(3)), index)
-    return open_labelled(config, [str(tmp_path / "a.jsonl")], part, tokenizer, 0)
+    return open_labelled(config, [str(tmp_path / "a.json")], part, tokenizer, 0)
 
 
 def test_rows(tmp_path, tokenizer):
@@ -158,7 +161,7 @@ def test_what_is_too_long(tmp_path, tokenizer):
     long = {"text": "a " * 20, "text_pair": "b " * 3, "label": 0}
     short = {"text": "a", "label": 1}
     assert opened(tmp_path, tokenizer, [long, short], index=0).samples_per_epoch == 1
-    with pytest.raises(ValueError, match=r"a.jsonl line 1: the example is longer than data.sequ"):
+    with pytest.raises(ValueError, match=r"a.json row 1: the example is longer than data.sequ"):
         opened(tmp_path, tokenizer, [long, short])
     cut = opened(tmp_path, tokenizer, [long], too_long=TooLong.truncate).batch(np.arange(1))
     assert cut["tokens"][0].tolist() == [2, *[5] * 10, 3, *[6] * 3, 3]

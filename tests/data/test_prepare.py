@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from maxmeg.data.corpus.indexed import IndexedDataset
-from maxmeg.data.prepare import documents, merge
+from maxmeg.data.prepare import arrays, documents, merge
 from maxmeg.data.prepare.documents import (
     LINES,
     Progress,
@@ -40,6 +42,38 @@ def test_lines_do_not_depend_on_blocks(tmp_path, monkeypatch, block):
     actual = records(path)
     assert [r.data.strip(b"\xef\xbb\xbf \r") for r in actual] == [b"{1}", b"{22}", b"{333}"]
     assert [r.line for r in actual] == [1, 4, 5]
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(st.dictionaries(st.text("a[", max_size=2), st.integers() | st.text('é"\\]}'))),
+    st.sampled_from([None, 1]),
+    st.integers(1, 9),
+)
+def test_an_array_is_split_into_rows(rows, indent, step):
+    data = ("\ufeff " + json.dumps(rows, indent=indent, ensure_ascii=False)).encode()
+    blocks = [data[i : i + step] for i in range(0, len(data), step)]
+    assert [json.loads(text) for text in arrays.elements(blocks, "f")] == rows
+    assert arrays.is_array([data]) and not arrays.is_array([b" {", data])
+
+
+@pytest.mark.parametrize(
+    ("data", "error"),
+    [
+        (b"[1, 2", "f row 2: invalid JSON: the array does not end"),
+        (b'[{"a": 1} {"b": 1}]', "f row 2: invalid JSON: ',' is missing before '{\"b\": 1}]'"),
+        (b"[1] 2", "f row 2: invalid JSON: text after the end of the array: '2'"),
+        (b'[1, {"a": "x', "f row 2: invalid JSON: Unterminated string"),
+        (b'[{"a" 1}, "' + b"x" * 99, "f row 1: invalid JSON: Expecting ':' delimiter"),
+        (b'["\xff"]', r"f row 1 or later: invalid UTF-8 \(0xff\)"),
+        (b"[" * 100_000, "f row 1: JSON nested too deeply"),
+        (b'["' + b"x" * 99, r"f row 1: invalid JSON: no end within 50 characters"),
+    ],
+)
+def test_wrong_arrays_are_named(data, error, monkeypatch):
+    monkeypatch.setattr(arrays, "MAX_ELEMENT", 50 if "50" in error else 1 << 20)
+    with pytest.raises(ValueError, match=error):
+        list(arrays.elements([data, b" "], "f"))
 
 
 def test_compressed_files_are_read_and_truncated_ones_refused(tmp_path, monkeypatch):
@@ -134,8 +168,13 @@ def test_a_document_becomes_sequences():
     ("line", "message"),
     [
         ('{"text": "abc"', "f line 1: invalid JSON"),
-        ('["text"]', "must be a JSON object, not list"),
-        ('{"other": 1, "more": 2}', r"no key 'text' among \['more', 'other'\]"),
+        ('["text"]', "must be a JSON object, not list; a file that is one array is named .json"),
+        ("[", "invalid JSON: .*; a file that is one array is named .json"),
+        ('{"other": 1, "more": 2}', r"no 'text' among other, more: see --json_keys$"),
+        (
+            '{"instruction": "", "output": ""}',
+            r"see --json_keys; these are chats \(Alpaca\)",
+        ),
         ('{"text": 3}', "must be a string or a list of strings"),
         ('{"text": ["a", null]}', "must be a string or a list of strings"),
         (r'{"text": "\ud800"}', "half a surrogate pair"),
@@ -192,7 +231,7 @@ def test_aligned_rows_are_whole_or_left_out(tmp_path):
     options = Options("bytes", ("src", "tgt"), append_eod=True, aligned=True)
     report = prepare([str(path)], str(tmp_path / "out"), options, 0, True, on_bad_line=bad.append)
     assert (report.documents, report.empty_rows, report.bad_lines) == (3, 1, 2)
-    assert "line 4: no key 'tgt'" in bad[0]
+    assert "line 4: no 'tgt'" in bad[0]
     assert "line 5: 2 texts under one key cannot be aligned" in bad[1]
     source, target = (IndexedDataset(report.prefixes[key]) for key in ("src", "tgt"))
     assert source.lengths.tolist() == [3, 2, 5] and target.lengths.tolist() == [4, 2, 3]

@@ -1,15 +1,15 @@
 """Chats become rows: tokens, what has a loss, what is too long, and what cannot be read."""
 
+import gzip
 import json
 import logging
 import pickle
-import shlex
-import shutil
-import subprocess
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from tokenizer_files import folder
 
@@ -159,8 +159,8 @@ def test_bad_rows_are_named(files, tmp_path):
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
-TURNS = [{"role": "user", "content": "a\n\nb"}, {"role": "assistant", "content": "c"}]
-OTHER_FORMATS = {
+FORMS = {
+    "messages": {"messages": [{"role": "user", "content": "a\n\nb"}, chat("c")["messages"][1]]},
     "ShareGPT": {
         "conversations": [{"from": "human", "value": "a\n\nb"}, {"from": "gpt", "value": "c"}]
     },
@@ -169,20 +169,48 @@ OTHER_FORMATS = {
 }
 
 
-@pytest.mark.parametrize("name", OTHER_FORMATS)
-def test_rows_of_other_formats_come_with_the_command_that_converts(files, tmp_path, name):
-    path = tmp_path / "theirs.jsonl"
-    path.write_text((json.dumps(OTHER_FORMATS[name]) + "\n") * 12)
-    with pytest.raises(ValueError) as raised:
-        opened(settings(files, paths=(str(path),)), tmp_path)
-    lines = str(raised.value).splitlines()
-    assert lines[0].endswith(f'line 1: a row must be an object with "messages" (this is {name})')
-    command = lines[-1].removeprefix("convert the file first: ")
-    assert command.startswith("jq -c '") and command.endswith("theirs.messages.jsonl")
-    if shutil.which("jq"):
-        words = shlex.split(command)
-        made = subprocess.run(words[: words.index(">")], capture_output=True, check=True).stdout
-        assert [json.loads(line) for line in made.splitlines()] == [{"messages": TURNS}] * 12
+KINDS = ("a.json", "a.json.gz", "a.parquet", "a.arrow", "saved", "a-*.jsonl")
+
+
+def write_rows(folder: Path, kind: str, rows: list[dict]) -> str:
+    """Write rows into a file, or into several; returns its path, a folder or a glob."""
+    path, names = folder / kind, dict.fromkeys(name for row in rows for name in row)
+    table = pyarrow.Table.from_pylist([{name: row.get(name) for name in names} for row in rows])
+    folder.mkdir()
+    if kind == "a.parquet":
+        pyarrow.parquet.write_table(table, path, row_group_size=2)
+    elif kind == "a.arrow":
+        with pyarrow.ipc.new_file(path, table.schema) as file:
+            file.write_table(table, max_chunksize=2)
+    elif kind == "saved":  # as `DatasetDict.save_to_disk` writes it
+        files = [{"filename": f"data-0000{i}-of-00002.arrow"} for i in range(2)]
+        (path / "train").mkdir(parents=True)
+        (path / "dataset_dict.json").write_text('{"splits": ["train"]}')
+        (path / "train" / "state.json").write_text(json.dumps({"_data_files": files}))
+        for i, file in enumerate(files):
+            with pyarrow.ipc.new_stream(path / "train" / file["filename"], table.schema) as stream:
+                stream.write_table(table[:1] if i == 0 else table[1:])
+    elif "*" in kind:
+        for i, row in enumerate(rows):
+            (folder / f"a-{i}.jsonl").write_text(json.dumps(row))
+    else:
+        text = b"\xef\xbb\xbf " + json.dumps(rows, indent=1).encode()
+        path.write_bytes(gzip.compress(text) if kind.endswith(".gz") else text)
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_every_form_in_every_kind_of_file(files, tmp_path, capsys, kind):
+    path = write_rows(tmp_path / "good", kind, [*FORMS.values()])
+    data = opened(settings(files, paths=(path,)), tmp_path)
+    assert str(data.source).startswith("4 whole") and conversations(data) == {"u:a\n\nba:c.": "c."}
+    assert f"4 conversations of {tmp_path / 'good'}" in (said := capsys.readouterr().err)
+    assert "(1 messages, 1 ShareGPT, 1 Alpaca, 1 prompt and completion), 40 tokens" in said
+    path = write_rows(tmp_path / "bad", kind, [FORMS["ShareGPT"], {"text": "a"}])
+    with pytest.raises(
+        ValueError, match=r"(row|line) \d: its fields \(text\) fit no form of a chat"
+    ):
+        opened(settings(files, paths=(path,)), tmp_path)
 
 
 def test_an_empty_answer_has_its_end_and_half_a_character_is_refused(files, tmp_path):

@@ -1,15 +1,23 @@
 """What the assistant said is found in the text of templates, or the template is refused."""
 
 import json
+import re
 
 import pytest
 from chats import TOKENS
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from maxmeg.config.data import DataConfig
+from maxmeg.config.schema import Config
 from maxmeg.data.chat import template as chat
 from maxmeg.data.chat import template_child, turns
+from maxmeg.data.chat.conversation import normalized
 from maxmeg.data.chat.template import ChatTemplate
 from maxmeg.data.chat.turns import MARKS, BadRow, find_turns
 from maxmeg.data.prepare.documents import Record
+from maxmeg.data.tokenizers.load import load_tokenizer
+from maxmeg.inference.prompts import encoded
 
 pytestmark = pytest.mark.usefixtures("renders_here")
 CHATML = (
@@ -70,12 +78,6 @@ def test_only_messages_of_the_assistant_have_a_loss(name):
     assert one.text == plain["texts"][0]
 
 
-def test_tools_reach_the_template():
-    text = "{{ tools }}{% for m in messages %}{{ m.role }}{% endfor %}"
-    one, two = found(text, {"messages": CHAT, "tools": [1]}, {"messages": CHAT})
-    assert one.text.startswith("[1]") and two.text.startswith("None")
-
-
 REFUSED = {
     "earlier turns change": (WITHOUT_EARLIER_THOUGHTS, "turn 1 cannot be found: the text up to"),
     "another opening": (CHATML.replace("assistant\n", "assistant\n<t>"), "the text before it is"),
@@ -102,20 +104,35 @@ def test_templates_that_do_not_tell(name):
 
 USER = {"role": "user", "content": "x"}
 SAID = {"role": "assistant", "content": "y"}
+
+
+def shared(turn) -> dict:
+    return {"conversations": [turn]}
+
+
 ROWS = {
     "no json": (b'{"messages": [', "invalid JSON"),
     "no utf-8": (b'{"messages": "\xff"}', "invalid UTF-8 at byte 14"),
     "deep": (b"[" * 100_000, "too deeply|invalid JSON"),
-    "a list": ([USER], 'an object with "messages"'),
-    "no messages": ({"text": "x"}, 'an object with "messages"'),
-    "none": ({"messages": []}, "is not a list of messages"),
-    "no role": ({"messages": [{"content": "x"}]}, "is not an object like"),
-    "unknown role": ({"messages": [USER, {"role": "bot", "content": ""}]}, "message 2 .* 'bot'"),
-    "number": ({"messages": [{"role": "user", "content": 1}, SAID]}, "content '1', which is not"),
-    "nothing": ({"messages": [{"role": "user"}, SAID]}, "content 'None'"),
+    "a list": ([USER], "a row must be an object, not "),
+    "no form": ({"text": "x", "output": ""}, r"its fields \(text, output\) fit no form of a chat"),
+    "none": ({"messages": []}, r"messages=\[\] is not a list of messages"),
+    "a text": ({"messages": "x"}, "messages='x' is not JSON"),
+    "no role": ({"messages": [{"content": "x"}]}, r"messages\[0\] has no role, a text"),
+    "unknown role": ({"messages": [{**USER, "role": "bot"}, SAID]}, "0.*role='bot' is unknown"),
+    "an image": (
+        {"messages": [{**USER, "content": ["a", {"type": "image"}]}, SAID]},
+        r"messages\[0\]\.content\[1\]=\{'type': 'image'\} is not a text part",
+    ),
+    "nothing": ({"messages": [{"role": "user"}, SAID]}, r"messages\[0\] has no content"),
+    "silence": ({"messages": [USER, {**SAID, "content": None, "tool_calls": []}]}, "no content"),
     "no assistant": ({"messages": [USER]}, "no message has the role assistant"),
     "weight": ({"messages": [USER, {**SAID, "weight": 0}]}, "weight=0"),
-    "tools": ({"messages": [USER, SAID], "tools": "x"}, "tools='x' is not a list"),
+    "its weight": ({"messages": [USER, SAID], "weight": 2.0}, "^weight=2.0: weights are not"),
+    "tools": ({"messages": [USER, SAID], "tools": "x"}, "tools='x' is not JSON"),
+    "a speaker": (shared({"from": "x", "value": ""}), r"conversations\[0\]\.from='x' is unknown"),
+    "no call": (shared({"from": "function_call", "value": "[1]"}), r"value='\[1\]' is not a call"),
+    "a prompt": ({"prompt": "", "completion": []}, r"prompt='', completion=\[\]: give two texts"),
     "a mark": ({"messages": [USER, {**SAID, "content": MARKS[0]}]}, "are nested"),
 }
 
@@ -131,11 +148,104 @@ def test_bad_rows_are_reported_and_the_others_kept():
             raise turn
 
 
-def test_calls_of_tools_have_no_content():
-    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
-    text = "{% for m in messages %}{{ m.content or m.tool_calls | tojson }}{% endfor %}"
-    (one,) = found(text, {"messages": [USER, call, {"role": "tool", "content": "1"}]})
-    assert [one.text[a:b] for a, b in one.spans] == ['[{"name": "f"}]']
+CALLS = [{"name": "f", "arguments": {}}, {"function": {"name": "f", "arguments": "{}"}}]
+TOOLS = [{"name": "f", "parameters": {}}, {"function": {"name": "f", "parameters": "{}"}}]
+EVERY_FIELD = [
+    {"messages": [{**USER, "name": "n"}, {**SAID, "tool_calls": CALLS}], "tools": TOOLS},
+    {"conversations": [{"from": "human", "value": "x"}, SAID], "system": "s", "tools": TOOLS},
+    {"instruction": "x", "input": "x", "output": "y", "history": [["x", "y"]], "system": "s"},
+    {"prompt": [USER], "completion": [{**SAID, "content": ["y", {"type": "text", "text": "y"}]}]},
+]
+
+
+def with_numbers(value, name: str = ""):
+    """A number in place of each part of a value: (the name of the field, the value)."""
+    for key in value if isinstance(value, dict) else range(len(value)):
+        field = f"{name}[{key}]" if isinstance(key, int) else f"{name}.{key}"
+        deeper = with_numbers(value[key], field) if isinstance(value[key], dict | list) else ()
+        for place, item in [(field, 1.5), *deeper]:
+            changed = {**value} if isinstance(value, dict) else [*value]
+            changed[key] = item
+            yield place, changed
+
+
+@pytest.mark.parametrize("row", EVERY_FIELD, ids=lambda row: next(iter(row)))
+def test_a_wrong_type_is_named_with_its_field(row):
+    names, wrong = zip(*with_numbers(row), strict=True)
+    good, *bad = found(BLOCKS, row, *wrong)
+    assert not isinstance(good, BadRow) and len(bad) > 4
+    for name, error in zip(names, bad, strict=True):
+        field = re.sub(r"(.)(\.\w+|\[\d\])$", r"\1", name[1:])  # or the one around it
+        assert isinstance(error, BadRow) and field in str(error) and "\n" not in str(error), name
+
+
+TEXT = st.text('ab"{é \n', max_size=4)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | TEXT,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(TEXT, inner, max_size=2),
+    max_leaves=4,
+)
+OBJECTS = st.dictionaries(TEXT, VALUES, max_size=2)
+
+
+@st.composite
+def spellings(draw):
+    """A row as templates take it, and the same row in another spelling."""
+
+    def one_of(*values):
+        return draw(st.sampled_from(values))
+
+    def shuffled(fields: dict, *nulls: str) -> dict:
+        fields = {name: None for name in nulls if draw(st.booleans())} | fields
+        return dict(draw(st.permutations([*fields.items()])))
+
+    messages, theirs = [], []
+    roles = draw(st.lists(st.sampled_from(["system", "user", "tool"]), max_size=3))
+    for role in (*roles, "assistant"):
+        text, arguments = draw(TEXT), draw(st.lists(OBJECTS, max_size=2)) * (role == "assistant")
+        calls, fields = [], {"role": one_of(role, "developer") if role == "system" else role}
+        for known in arguments:
+            absent = [] if known else [None, ""]
+            function = {"name": "f", "arguments": one_of(known, json.dumps(known), *absent)}
+            flat = shuffled(function, "strict")
+            calls.append(shuffled({"id": "1", **one_of(flat, {"function": flat})}, "type"))
+        absent = [None] if calls and not text else []
+        parts = [text[:2], {"type": "text", "text": text[2:], "image_url": None}]
+        fields |= {"content": one_of(text, parts, *absent)}
+        fields |= {"tool_calls": calls} if calls else {}
+        theirs.append(shuffled(fields, "name", "tool_calls", "tool_call_id", "reasoning"))
+        calls = [{"name": "f", "arguments": known} for known in arguments]
+        calls = [{"id": "1", "type": "function", "function": call} for call in calls]
+        messages.append({"role": role, "content": text} | ({"tool_calls": calls} if calls else {}))
+    functions = [{"name": "f", "parameters": s} for s in draw(st.lists(OBJECTS, max_size=2))]
+    tools = [shuffled(f | {"parameters": json.dumps(f["parameters"])}) for f in functions]
+    tools = [one_of(f, {"function": f, "type": None}) for f in tools]
+    row = {
+        "messages": theirs,
+        "tools": one_of(tools, json.dumps(tools)) if tools else one_of(None, []),
+    }
+    tools = [{"type": "function", "function": function} for function in functions]
+    return {"messages": messages, "tools": tools or None}, shuffled(row)
+
+
+SHOWS_ALL = (
+    "{{ tools | tojson }}{% for m in messages %}{{ m | tojson }}{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}.{% endgeneration %}{% endif %}{% endfor %}"
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[*HealthCheck])
+@given(spellings())
+def test_every_spelling_of_a_conversation_is_the_same_text(tmp_path, rows):
+    plain, _ = rows
+    one, two = found(SHOWS_ALL, *rows)
+    shown = [json.dumps(v, ensure_ascii=False) for v in (plain["tools"], *plain["messages"])]
+    assert one == two and normalized(**plain) == (plain["messages"], plain["tools"])
+    assert one.text == "".join(shown) + plain["messages"][-1]["content"] + "."
+    (tmp_path / "t.jinja").write_text(SHOWS_ALL)
+    config = Config(data=DataConfig(chat_template=str(tmp_path / "t.jinja")))
+    ids = encoded(load_tokenizer("bytes"), config, rows)
+    assert [bytes(i.tolist()).decode() for i in ids] == [one.text] * 2
 
 
 def test_many_rows_in_small_parts(monkeypatch):

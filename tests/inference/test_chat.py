@@ -92,14 +92,6 @@ def test_the_failing_chat_is_numbered():
         template(picky).render([ONE, CHATS["several"]])
 
 
-@pytest.mark.parametrize(
-    "messages", [[], "hello", {"role": "user"}, [{"content": "x"}], [{"role": 1}], ["x"], None]
-)
-def test_bad_messages_are_shown(messages):
-    with pytest.raises(ValueError, match="conversation 2 of 2: "):
-        template(PLAIN).render([ONE, messages])
-
-
 def test_chat_templates_are_found_in_all_places(tmp_path):
     special = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "add_bos_token": True}
     named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from maxmeg.data.chat.answers import Kind
+from maxmeg.data.chat.conversation import normalized, shown
 from maxmeg.data.chat.sft import FittingRows
-from maxmeg.data.chat.template import SHOWN
-from maxmeg.data.chat.turns import BadRow, Row, Turns, conversation, read_object
+from maxmeg.data.chat.turns import BadRow, Row, Turns, bad_rows, conversation, read_object
 from maxmeg.data.prepare.documents import Record
 from maxmeg.data.samples.packing import fill_rows
 from maxmeg.data.samples.sampling import Batch, EpochOrder
@@ -30,11 +30,15 @@ _ROWS = 4  # key of the permutation; sampling and packing have other keys
 def read_side(side: str, record: Record) -> Row | Turns:
     """The prompt with one of the answers; only the answer has a loss."""
     row = read_object(record, *SIDES)
-    prompt = row.get("prompt", row.get("messages"))
+    prompt = row.get("messages") if row.get("prompt") is None else row["prompt"]
     answers = [row[name] for name in SIDES]
+    if all(isinstance(messages, list) for messages in answers):
+        for number, name in enumerate(SIDES):  # equal messages may be written in several ways
+            with bad_rows():
+                answers[number] = normalized(answers[number], None, True, name)[0]
     if answers[0] == answers[1]:
         raise BadRow("chosen and rejected are equal: there is no preference")
-    answer = row[side]
+    answer = answers[SIDES.index(side)]
     if isinstance(prompt, list) and all(isinstance(text, str) for text in answers):
         return conversation(
             [*prompt, {"role": "assistant", "content": answer}], row.get("tools"), len(prompt)
@@ -46,13 +50,13 @@ def read_side(side: str, record: Record) -> Row | Turns:
             return conversation(answer, row.get("tools"), shared)
         return conversation([*prompt, *answer], row.get("tools"), len(prompt))
     if not all(isinstance(text, str) for text in answers) or isinstance(prompt, list):
-        shown = ", ".join(str(value)[:SHOWN] for value in answers)
-        raise BadRow(f"chosen and rejected must both be texts or both lists of messages: {shown}")
+        found = ", ".join(map(shown, answers))
+        raise BadRow(f"chosen and rejected must both be texts or both lists of messages: {found}")
     if prompt is None:
         prompt = answer[: _shared(*answers)].rstrip(" ")  # a space belongs to the next word
         answer = answer[len(prompt) :]
     if not isinstance(prompt, str):
-        raise BadRow(f"prompt={str(prompt)[:SHOWN]!r} is not text")
+        raise BadRow(f"prompt={shown(prompt)} is not text")
     return Turns(prompt + answer, [(len(prompt), len(prompt + answer))], has_end=True)
 
 
@@ -68,7 +72,7 @@ def _check_prompt(prompt: typing.Any, shared: list[typing.Any]) -> None:
     if not shared or (prompt is not None and prompt not in contents):
         raise BadRow(
             f"chosen and rejected are messages that begin with {len(shared)} equal ones, and the "
-            f"prompt {str(prompt)[:SHOWN]!r} is not one of them: give the prompt as messages"
+            f"prompt {shown(prompt)} is not one of them: give the prompt as messages"
         )
 
 

@@ -8,6 +8,7 @@ processes are started: they wait for the next request.
 import atexit
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import select
@@ -29,7 +30,6 @@ MAX_CHARACTERS = 2**24  # in all texts of one process
 MAX_TEMPLATE = 2**20  # characters
 AT_ONCE = 256  # conversations per process
 MOST_IDLE = 4  # processes that wait for the next request
-SHOWN = 80  # characters of a message in an error
 VARIABLES = {"tools": None, "documents": None, "add_generation_prompt": True}
 REMEDY = "a chat template should not need that; use a template that you trust"
 
@@ -45,19 +45,29 @@ class ChatTemplate:
     source: str
     tokens: Mapping[str, str]
 
-    def render(self, conversations: Sequence[Messages], **variables: typing.Any) -> list[str]:
+    def render(
+        self,
+        conversations: Sequence[Messages],
+        each: Sequence[Mapping[str, typing.Any]] = (),
+        **variables: typing.Any,
+    ) -> list[str]:
         """Render each conversation with the prompt for the assistant's next turn.
 
-        variables: others of the template, such as tools.
+        conversations: messages as `conversation.normalized` returns them. variables: others of the
+        template for all conversations; each: others for one each, such as its tools.
         ValueError where the template fails, refuses the messages, or exceeds its limits.
         """
-        for number, messages in enumerate(conversations):
-            check_messages(messages, f"conversation {number + 1} of {len(conversations)}")
         texts: list[str] = []
         for start in range(0, len(conversations), AT_ONCE):
-            part = conversations[start : start + AT_ONCE]
-            rest = [{"messages": [dict(message) for message in m]} | variables for m in part]
-            answer = self.answer(rest)
+            requests = [
+                {"messages": [dict(message) for message in messages]} | variables | dict(own)
+                for messages, own in itertools.zip_longest(
+                    conversations[start : start + AT_ONCE],
+                    each[start : start + AT_ONCE],
+                    fillvalue={},
+                )
+            ]
+            answer = self.answer(requests)
             if "error" in answer:
                 where = f" of conversation {start + answer['index'] + 1}" * (answer["index"] >= 0)
                 raise ValueError(f"{self.source} cannot render text{where}: {answer['error']}")
@@ -96,7 +106,7 @@ class Renderer:
         requests, answers = self.process.stdin, self.process.stdout
         assert requests is not None and answers is not None
         try:
-            requests.write(json.dumps(request).encode() + b"\n")
+            requests.write(json.dumps(request, default=str).encode() + b"\n")  # dates of tables
             requests.flush()
             if not select.select([answers], [], [], WALL_SECONDS)[0]:
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -165,19 +175,6 @@ def run_child(request: dict, source: str) -> dict[str, typing.Any]:
     if code:
         raise ValueError(f"{source} ended its process with exit code {code}: {REMEDY}")
     return answer
-
-
-def check_messages(messages: typing.Any, where: str) -> None:
-    """ValueError unless `messages` is a list like [{"role": "user", ...}, ...]; templates check
-    the rest."""
-    if not isinstance(messages, list | tuple) or not messages:
-        raise ValueError(f"{where}: {str(messages)[:SHOWN]!r} is not a list of messages")
-    for message in messages:
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise ValueError(
-                f"{where}: message {str(message)[:SHOWN]!r} is not an object like "
-                '{"role": "user", "content": "..."}'
-            )
 
 
 def load_chat_template(tokenizer: Tokenizer, path: str = "") -> ChatTemplate:

@@ -5,6 +5,7 @@ rendering prefixes: the messages before a turn and the messages up to its end mu
 prefix of the whole text; otherwise the row is refused.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -12,8 +13,10 @@ import re
 import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from maxmeg.data.chat.template import SHOWN, ChatTemplate, check_messages
-from maxmeg.data.prepare.documents import Record, parse_json
+from maxmeg.data.chat.conversation import normalized, shown
+from maxmeg.data.chat.forms import read_conversation
+from maxmeg.data.chat.template import ChatTemplate
+from maxmeg.data.prepare.documents import Record
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MARKS = ("\ufdd0", "\ufdd1")  # noncharacters of Unicode, which texts do not contain
@@ -21,27 +24,8 @@ MAX_ERRORS = 20  # bad rows after which reading stops
 _LINES_OF_ERRORS = 8  # bad rows that an error names
 _TEXTS_AT_ONCE, _CHARACTERS_AT_ONCE = 8192, 2**23  # limits per request to the template's process
 
-# Other formats of conversations: the fields of a row, and a program for jq that converts the row
-# to {"messages": [...]}.
-FORMATS = {
-    "ShareGPT": (
-        ("conversations",),
-        '{messages: [.conversations[] | {role: ({human: "user", gpt: "assistant"}[.from] // '
-        ".from), content: .value}]}",
-    ),
-    "Alpaca": (
-        ("instruction", "output"),
-        '{messages: [{role: "user", content: ([.instruction, .input // ""] | '
-        'map(select(. != "")) | join("\\n\\n"))}, {role: "assistant", content: .output}]}',
-    ),
-    "prompt and completion": (
-        ("prompt", "completion"),
-        '{messages: (if (.prompt | type) == "array" then .prompt + .completion else '
-        '[{role: "user", content: .prompt}, {role: "assistant", content: .completion}] end)}',
-    ),
-}
-
-# "messages"; "tools" for the template; "first": the index of the first message with a loss
+# "messages"; "tools" for the template; "first": the index of the first message with a loss; "form":
+# the name of the row's form
 Row = dict[str, typing.Any]
 
 
@@ -50,76 +34,80 @@ class Turns:
     """The text of a conversation, and the character ranges [begin, end) that have a loss.
 
     has_end: append the end-of-document token, with a loss; chat templates write their own end.
+    form: the name of the row's form.
     """
 
     text: str
     spans: list[tuple[int, int]]
     has_end: bool = False
+    form: str = ""
 
 
 class BadRow(ValueError):
     """The reason why a row cannot be used."""
 
 
-def read_object(record: Record, *names: str) -> Row:
-    """The JSON object of a line; BadRow unless it is an object with these keys."""
+@contextlib.contextmanager
+def bad_rows() -> Iterator[None]:
+    """Raise the ValueErrors of the block as BadRow."""
     try:
-        row = parse_json(record.data)
+        yield
     except ValueError as error:
         raise BadRow(str(error)) from None
-    if isinstance(row, dict) and all(name in row for name in names):
+
+
+def read_object(record: Record, *names: str) -> Row:
+    """The object of a row; BadRow unless it is an object with these fields."""
+    with bad_rows():
+        row = record.value()
+    if isinstance(row, dict) and all(row.get(name) is not None for name in names):
         return row
-    wanted, known = " and ".join(map(json.dumps, names)), ""
-    for name, (fields, _) in FORMATS.items():
-        if isinstance(row, dict) and all(field in row for field in fields):
-            known = f" (this is {name})"
-    raise BadRow(f"a row must be an object with {wanted}{known}")
+    wanted = f" with {' and '.join(map(json.dumps, names))}" * bool(names)
+    actual = (
+        f"one with {', '.join(row) or 'no field'}"[:200] if isinstance(row, dict) else shown(row)
+    )
+    raise BadRow(f"a row must be an object{wanted}, not {actual}")
 
 
-def bad_rows_error(problems: Sequence[str], path: str) -> ValueError:
-    """The error that names the first bad rows of a file and says how to correct or convert it."""
-    remedy = "fix these rows or remove them"
-    for name, (_, program) in FORMATS.items():
-        if any(f"(this is {name})" in problem for problem in problems):
-            converted = path.partition(".jsonl")[0] + ".messages.jsonl"
-            remedy = f"convert the file first: jq -c '{program}' {path} > {converted}"
+def bad_rows_error(problems: Sequence[str]) -> ValueError:
+    """The error that names the first bad rows."""
     more = len(problems[:MAX_ERRORS]) - _LINES_OF_ERRORS
-    lines = [*problems[:_LINES_OF_ERRORS], *[f"and {more} more"] * (more > 0), remedy]
-    return ValueError("\n".join(lines))
+    lines = [*problems[:_LINES_OF_ERRORS], *[f"and {more} more"] * (more > 0)]
+    return ValueError("\n".join([*lines, "fix these rows or remove them"]))
 
 
 def read_row(record: Record) -> Row:
-    """The conversation of a {"messages": [...]} line; BadRow for an invalid line."""
-    row = read_object(record, "messages")
-    return conversation(row["messages"], row.get("tools"))
+    """The conversation of a row of any form (`forms.FORMS`); BadRow for an invalid row."""
+    row = read_object(record)
+    _check_weight(row, "weight")
+    with bad_rows():
+        form, (messages, tools, first) = read_conversation(row)
+        return conversation(messages, tools, first) | {"form": form}
 
 
 def conversation(messages: typing.Any, tools: typing.Any, first: int = 0) -> Row:
     """A row of these messages, in which the messages from index `first` on may have a loss;
     BadRow."""
-    try:
-        check_messages(messages, "messages")
-    except ValueError as error:
-        raise BadRow(str(error)) from None
-    for number, message in enumerate(messages, 1):
-        _check_message(message, f"message {number}")
+    with bad_rows():
+        messages, tools = normalized(messages, tools, is_trained=True)
+    for number, message in enumerate(messages):
+        _check_message(message, f"messages[{number}]")
     if all(message["role"] != "assistant" for message in messages[first:]):
         raise BadRow("no message has the role assistant: no token would have a loss")
-    if tools is not None and not isinstance(tools, list):
-        raise BadRow(f"tools={str(tools)[:SHOWN]!r} is not a list")
-    return {"messages": messages, "tools": tools or None, "first": first}
+    return {"messages": messages, "tools": tools, "first": first}
 
 
-def _check_message(message: Row, where: str) -> None:
-    role, content = message["role"], message.get("content")
+def _check_message(message: Row, field: str) -> None:
+    role = message["role"]
     if role not in ROLES:
-        raise BadRow(f"{where} has the unknown role {role!r}: known are {', '.join(ROLES)}")
-    if not isinstance(content, str | list) and not (content is None and message.get("tool_calls")):
-        raise BadRow(f"{where} has the content {str(content)[:SHOWN]!r}, which is not text")
-    if message.get("weight", 1) != 1:
-        raise BadRow(
-            f"{where} has weight={message['weight']!r}: weights are not supported, remove it"
-        )
+        raise BadRow(f"{field}.role={shown(role)} is unknown: known are {', '.join(ROLES)}")
+    _check_weight(message, f"{field}.weight")
+
+
+def _check_weight(fields: Row, name: str) -> None:
+    """BadRow for a factor of the loss, which other trainers know."""
+    if fields.get("weight") not in (None, 1):
+        raise BadRow(f"{name}={shown(fields['weight'])}: weights are not supported, remove it")
 
 
 def find_turns(
@@ -142,12 +130,12 @@ def find_turns(
         num_turns = len(row["messages"]) if isinstance(row, dict) else 0
         if batch and (
             texts + num_turns > _TEXTS_AT_ONCE
-            or size + num_turns * len(record.data) > _CHARACTERS_AT_ONCE
+            or size + num_turns * record.size > _CHARACTERS_AT_ONCE
         ):
             yield from _turns_of(template, batch)
             batch, size, texts = [], 0, 0
         batch.append((record, row))
-        texts, size = texts + num_turns, size + num_turns * len(record.data)
+        texts, size = texts + num_turns, size + num_turns * record.size
     yield from _turns_of(template, batch)
 
 
@@ -169,14 +157,15 @@ def _render_rows(
     part_places = [place for place, own in zip(places, parts, strict=True) for _ in own]
     rendered = iter(_texts(template, all_parts, part_places, MARKS)[0])
     spans_of: Callable = _spans_by_marks if has_blocks else _spans_by_prefixes
-    for text, row_parts in zip(texts, parts, strict=True):
+    forms = [row.get("form", "") for row in rows]
+    for text, row_parts, form in zip(texts, parts, forms, strict=True):
         part_texts = [next(rendered) for _ in row_parts]
         try:
             for part in (text, *part_texts):
                 if isinstance(part, BadRow):
                     raise part
             assert isinstance(text, str)
-            yield Turns(text, spans_of(text, part_texts))
+            yield Turns(text, spans_of(text, part_texts), form=form)
         except BadRow as error:
             yield error
 

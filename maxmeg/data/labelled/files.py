@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from maxmeg.config.data import DataConfig, Objective
 from maxmeg.config.labelled import GLUE, Format, Layout
-from maxmeg.data.prepare.documents import check_unicode, decode, parse_json, read_records
+from maxmeg.data.prepare.documents import check_unicode, decode, find_inputs, read_records
 
 logger = logging.getLogger("maxmeg")
 MAX_DAMAGED = 0.01  # share of the lines of a table that may have another number of columns
@@ -83,8 +83,9 @@ def format_of(config: DataConfig, path: str) -> str:
     if not Path(path).exists():
         raise ValueError(f"data.paths: {path} does not exist")
     if config.format is Format.suffix:
-        suffixes = {".tsv": "table", ".jsonl": "json", ".json": "json", ".conll": "conll"}
-        kind = suffixes.get(Path(path).suffix, "")
+        suffixes = {".tsv": "table", ".conll": "conll"}
+        suffixes |= dict.fromkeys((".jsonl", ".json", ".parquet", ".arrow"), "json")
+        kind = "json" if Path(path).is_dir() else suffixes.get(Path(path).suffix, "")
         if not kind:
             raise ValueError(
                 f"{path}: data.format=suffix knows {', '.join(suffixes)}; rename it, or name its "
@@ -147,10 +148,10 @@ def table_rows(config: DataConfig, path: str) -> Iterator[tuple[str, dict[str, s
 
 
 def json_rows(config: DataConfig, path: str) -> Iterator[tuple[str, Any]]:
-    """The objects of a file of JSON lines."""
-    for record in read_records([path]):
+    """The objects of a file of JSON lines, a JSON array or a table, or of a folder of tables."""
+    for record in read_records(find_inputs([path])):
         try:
-            row = parse_json(record.data)
+            row = record.value()
             row = row if isinstance(row, dict) else BadRow(f"is a {type(row).__name__}, no object")
         except ValueError as error:
             row = BadRow(str(error))

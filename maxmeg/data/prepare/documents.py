@@ -13,10 +13,17 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from maxmeg.data.corpus import storage
+from maxmeg.data.prepare import arrays, tables
 
-LINES, TEXT, ROWS = "lines", "text", "rows"  # a JSON document per line; a whole file; Parquet
+# A JSON document per line; a JSON array of documents; a whole file; Parquet; a stream of Arrow.
+LINES, ARRAY, TEXT, ROWS, ARROW = "lines", "array", "text", "rows", "arrow"
 _BLOCK = 1 << 20
 _LINES = (".jsonl", ".json", ".ndjson")
+_REMEDIES = {  # of lines at which other kinds of files begin
+    "[": "; a file that is one array is named .json",
+    "{": "; a row is one line (jq -c . FILE writes such lines)",
+}
+_TABLES = {".parquet": ROWS, ".arrow": ARROW}
 # A sentence ends with . ! ? (and closing quotes or brackets) before white space and then a capital,
 # a digit or an opening quote or bracket; or with 。！？; or with an empty line. Abbreviations are
 # not recognized.
@@ -27,15 +34,24 @@ _SENTENCE_END = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """A JSON line as it was read; lines count from 1."""
+    """A row of a file as it was read: JSON text, or the columns of a table by name.
+
+    line: number of the row, or of its line, from 1. size: its bytes, of a table about.
+    """
 
     source: str
     line: int
-    data: bytes
+    data: bytes | dict[str, Any]
+    word: str = "line"
+    size: int = 0
 
     @property
     def place(self) -> str:
-        return f"{self.source} line {self.line}"
+        return f"{self.source} {self.word} {self.line}"
+
+    def value(self) -> Any:
+        """The JSON value of the row; ValueError for invalid UTF-8 or JSON."""
+        return self.data if isinstance(self.data, dict) else parse_json(self.data)
 
 
 @dataclasses.dataclass
@@ -46,15 +62,14 @@ class Progress:
 
 
 def find_inputs(patterns: Sequence[str]) -> list[str]:
-    """The files or objects that names and globs refer to, in order; `-` is standard input."""
+    """The files or objects that names, globs and folders of tables refer to, in order; `-` is
+    standard input."""
     paths: list[str] = []
     for pattern in patterns:
         if pattern == "-" or storage.exists(pattern):
             paths.append(pattern)
         elif not storage.is_remote(pattern) and Path(pattern).is_dir():
-            raise ValueError(
-                f"input {pattern} is a folder: name its files, such as {pattern}/*.jsonl"
-            )
+            paths.extend(tables.files_of(pattern))
         else:
             matches = storage.glob(pattern)
             if not matches:
@@ -74,22 +89,34 @@ def packing(path: str) -> str:
 
 
 def kind_of(path: str, stdin_format: str = "jsonl") -> str:
-    """LINES, TEXT or ROWS, according to a file's name."""
+    """The kind of a file by its name; a file named .json is an ARRAY if it begins with a
+    bracket."""
     if path == "-":
         return LINES if stdin_format == "jsonl" else TEXT
     packed = packing(path)
     suffix = Path(path.lower().removesuffix(packed)).suffix
-    if suffix == ".parquet" and not packed:
-        return ROWS
+    if suffix in _TABLES and not packed:
+        return _TABLES[suffix]
+    if suffix == ".json" and arrays.is_array(read_blocks(path)):
+        return ARRAY
     return LINES if suffix in _LINES else TEXT
 
 
 def read_records(paths: Sequence[str]) -> Iterator[Record]:
-    """The JSON lines of the files, in order; blank lines are skipped."""
+    """The rows of the files, in order, in memory for some of them: lines of JSON, elements of a
+    JSON array, rows of Parquet or Arrow. Blank lines are skipped."""
     for path in paths:
-        for number, line in enumerate(_lines(read_blocks(path)), 1):
-            if line.strip():
-                yield Record(source_name(path), number, line)
+        source, kind = source_name(path), kind_of(path)
+        if kind in (ROWS, ARROW):
+            for number, (row, size) in enumerate(tables.read_rows(path, _BLOCK), 1):
+                yield Record(source, number, row, "row", size)
+            continue
+        is_array = kind == ARRAY
+        blocks = read_blocks(path)
+        texts = arrays.elements(blocks, source) if is_array else _lines(blocks)
+        for number, text in enumerate(texts, 1):
+            if text.strip():
+                yield Record(source, number, text, "row" if is_array else "line", len(text))
 
 
 def source_name(path: str) -> str:
@@ -114,7 +141,7 @@ def parse_json(data: bytes) -> Any:
     except RecursionError:
         raise ValueError("JSON nested too deeply") from None
     except ValueError as error:
-        raise ValueError(f"invalid JSON: {error}") from None
+        raise ValueError(f"invalid JSON: {error}{_REMEDIES.get(text.strip(), '')}") from None
 
 
 def check_unicode(text: str, name: str) -> None:

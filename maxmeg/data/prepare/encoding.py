@@ -14,8 +14,8 @@ import numpy as np
 
 from maxmeg.data.corpus.indexed import IndexedWriter, token_dtype
 from maxmeg.data.corpus.vocabulary import write_vocabulary
-from maxmeg.data.prepare import documents, parquet
-from maxmeg.data.prepare.documents import LINES, TEXT
+from maxmeg.data.prepare import documents, tables
+from maxmeg.data.prepare.documents import ARRAY, LINES, TEXT
 from maxmeg.data.tokenizers.load import load_tokenizer
 from maxmeg.data.tokenizers.tokenizer import Tokenizer, find_marks
 from maxmeg.data.workers import in_processes
@@ -44,9 +44,9 @@ class Chunk:
     """Documents that are encoded together.
 
     LINES: JSON lines in `data`, the first with line number `first`; or, without data, the lines
-    that begin in the byte range `span` of a file of `size` bytes. TEXT: `data`, or whole files.
-    ROWS: Arrow data, the first row with number `first`. stored: bytes of the files that the chunk
-    covers.
+    that begin in the byte range `span` of a file of `size` bytes. ARRAY: elements of an array as
+    JSON lines in `data`, the first with number `first`. TEXT: `data`, or whole files. ROWS: Arrow
+    data, the first row with number `first`. stored: bytes of the files that the chunk covers.
     """
 
     kind: str
@@ -130,9 +130,9 @@ def encode_chunk(chunk: Chunk, options: Options, tokenizer: Tokenizer) -> Encode
 
 
 def read_documents(chunk: Chunk, keys: Sequence[str]) -> Iterator[tuple[int, int, bytes | list]]:
-    """Yield (position, bytes of text, document) of a chunk; a Parquet row is a list of its keys'
-    values."""
-    if chunk.kind == LINES:
+    """Yield (position, bytes of text, document) of a chunk; the row of a table is a list of its
+    keys' values."""
+    if chunk.kind in (LINES, ARRAY):
         at, data = chunk.first, chunk.data
         if data is None:
             at, data = documents.read_span(chunk.paths[0], *chunk.span, chunk.size)
@@ -148,7 +148,7 @@ def read_documents(chunk: Chunk, keys: Sequence[str]) -> Iterator[tuple[int, int
             yield place, len(data), data
     else:
         assert chunk.data is not None
-        for place, values in enumerate(parquet.rows(chunk.data, keys), chunk.first):
+        for place, values in enumerate(tables.rows(chunk.data, keys), chunk.first):
             yield place, sum(len(v) for v in values if isinstance(v, str)), values
 
 
@@ -203,11 +203,12 @@ def texts_of(kind: str, document: bytes | list, options: Options) -> list[list[s
 def _values_of_keys(document: Any, keys: Sequence[str]) -> list[str | list[str]]:
     """The strings, or lists of strings, under the keys of a document; ValueError for others."""
     if not isinstance(document, dict):
-        raise ValueError(f"a line must be a JSON object, not {type(document).__name__}")
+        hint = "; a file that is one array is named .json" * isinstance(document, list)
+        raise ValueError(f"a row must be a JSON object, not {type(document).__name__}{hint}")
     values = []
     for key in keys:
         if key not in document:
-            raise ValueError(f"no key {key!r} among {sorted(document)[:8]}: see --json_keys")
+            raise ValueError(tables.without_key(key, document))
         value = document[key]
         value = documents.decode(value) if isinstance(value, bytes) else value  # from Parquet
         parts = value if isinstance(value, list) else [value]

@@ -2,17 +2,17 @@
 
 The positions in all inputs, one after the other, form a line of stored bytes. A document belongs to
 the piece in which it begins: uncompressed lines begin where they are in the file, documents of
-compressed or plain text files at the start of the file, and the row groups of a Parquet file at
-equal distances.
+compressed or plain text files, of JSON arrays and of Arrow files at the start of the file, and the
+row groups of a Parquet file at equal distances.
 """
 
 import dataclasses
 from collections.abc import Iterator, Sequence
 
 from maxmeg.data.corpus import storage
-from maxmeg.data.prepare import documents
-from maxmeg.data.prepare.documents import LINES, ROWS, TEXT, Progress
-from maxmeg.data.prepare.encoding import CHUNK_BYTES, CHUNK_FILES, Chunk, parquet
+from maxmeg.data.prepare import arrays, documents, tables
+from maxmeg.data.prepare.documents import ARRAY, ARROW, LINES, ROWS, TEXT, Progress
+from maxmeg.data.prepare.encoding import CHUNK_BYTES, CHUNK_FILES, Chunk
 
 _REMOTE_BYTES = 8 * CHUNK_BYTES  # bytes per request
 
@@ -55,7 +55,7 @@ def open_inputs(paths: Sequence[str], stdin_format: str = "jsonl") -> list[Input
     inputs = []
     for path in paths:
         kind = documents.kind_of(path, stdin_format)
-        rows = parquet.rows_before(path) if kind == ROWS else ()
+        rows = tables.rows_before(path) if kind == ROWS else ()
         inputs.append(Input(path, kind, *states.get(path, (0, "")), rows))
     return inputs
 
@@ -130,16 +130,24 @@ def _chunks_of(piece: Piece, keys: Sequence[str]) -> Iterator[Chunk]:
             yield Chunk(LINES, paths, span=span, size=file.size, stored=span[1] - begin)
     elif file.kind == ROWS:
         groups, first = (piece.begin, piece.end), file.rows[piece.begin]
-        for data, rows in parquet.batches(file.path, groups, keys, CHUNK_BYTES):
+        for data, rows in tables.batches(file.path, groups, keys, CHUNK_BYTES):
             stored = file.width * rows // max(file.rows[-1], 1)
             yield Chunk(ROWS, paths, data, first + 1, stored=stored)
             first += rows
+    elif file.kind == ARROW:
+        first, seen = 1, 0
+        for data, rows, stored in tables.arrow_batches(file.path, keys, CHUNK_BYTES):
+            yield Chunk(ROWS, paths, data, first, stored=stored - seen)
+            first, seen = first + rows, stored
     else:
         progress, first, seen = Progress(), 1, 0
         blocks = documents.read_blocks(file.path, progress)
         if file.kind == TEXT:
             yield Chunk(TEXT, paths, b"".join(blocks))
             return
+        if file.kind == ARRAY:
+            elements = arrays.elements(blocks, file.path)
+            blocks = arrays.joined(elements, CHUNK_BYTES)
         for data in documents.whole_lines(blocks):
-            yield Chunk(LINES, paths, data, first, stored=progress.stored - seen)
+            yield Chunk(file.kind, paths, data, first, stored=progress.stored - seen)
             first, seen = first + data.count(b"\n"), progress.stored

@@ -7,7 +7,7 @@ import pyarrow.parquet
 import pytest
 
 from maxmeg.data.corpus.indexed import IndexedDataset
-from maxmeg.data.prepare import parquet
+from maxmeg.data.prepare import tables
 from maxmeg.data.prepare.encoding import Options
 from maxmeg.data.prepare.run import prepare
 
@@ -46,8 +46,8 @@ def test_each_column_becomes_documents(tmp_path):
 def test_row_groups_are_streamed(tmp_path):
     """No batch holds much more text than was asked for, whatever the row groups."""
     path = write(tmp_path / "a.parquet", {"text": ["x" * 1000] * 2000}, use_dictionary=False)
-    sizes = [(len(data), rows) for data, rows in parquet.batches(path, (0, 1), ["text"], 50_000)]
-    assert sum(rows for _, rows in sizes) == 2000 and parquet.rows_before(path) == (0, 2000)
+    sizes = [(len(data), rows) for data, rows in tables.batches(path, (0, 1), ["text"], 50_000)]
+    assert sum(rows for _, rows in sizes) == 2000 and tables.rows_before(path) == (0, 2000)
     assert len(sizes) >= 40 and max(size for size, _ in sizes) < 100_000
 
 
@@ -63,7 +63,7 @@ def test_bad_rows_and_files_are_named(tmp_path, monkeypatch):
         (path, "number", "row 1: 'number' must be a string"),
         (path, "broken", r"row 2: invalid UTF-8 at byte 0 \(0xff\)"),
         (unchecked, "broken", r"row 2: invalid UTF-8 at byte 0 \(0xff\)"),
-        (path, "none", r"has no column 'none' among \['text', 'number', 'broken'\]: see --json_k"),
+        (path, "none", r"a\.parquet: no 'none' among text, number, broken: see --json_keys"),
     ):
         with pytest.raises(ValueError, match=message):
             prepare([name], output, Options("bytes", (key,)), 0)
@@ -72,6 +72,9 @@ def test_bad_rows_and_files_are_named(tmp_path, monkeypatch):
     cut.write_bytes((tmp_path / "a.parquet").read_bytes()[:-20])
     with pytest.raises(ValueError, match=r"cut\.parquet is not a Parquet file, or is truncated"):
         prepare([str(cut)], output, Options("bytes"), 0)
+    (tmp_path / "cut.arrow").write_bytes(b"x")
+    with pytest.raises(ValueError, match=r"cut\.arrow is not an Arrow file, or is truncated"):
+        prepare([str(tmp_path / "cut.arrow")], output, Options("bytes"), 0)
     imported = builtins.__import__
 
     def without(name, *arguments):
@@ -81,4 +84,22 @@ def test_bad_rows_and_files_are_named(tmp_path, monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ValueError, match=r"needs pyarrow: pip install 'maxmeg\[parquet\]'"):
-        parquet.rows_before(path)
+        tables.rows_before(path)
+
+
+def test_folders_of_tables(tmp_path):
+    """A split alone is read; several splits, other files and damaged lists are named."""
+    for name in ("train-00000-of-00002", "train-00001-of-00002", "other"):
+        (tmp_path / f"{name}.parquet").write_bytes(b"")
+    assert [path[-13:-8] for path in tables.files_of(str(tmp_path))] == ["other", "00002", "00002"]
+    for name, text, error in (
+        ("test-00000-of-00001.parquet", "", r"holds 2 splits: name one.*test-\*\.parquet, .*train"),
+        ("rows.jsonl", "", r"with Parquet files and rows\.jsonl, and no saved dataset: name its"),
+        ("state.json", '{"_data_files": 1}', r"state\.json is damaged: .*_data_files=1"),
+        ("state.json", "{}", r"state\.json is damaged: KeyError"),
+        ("dataset_dict.json", '{"splits": ["a", "b"]}', "holds 2 splits: name one of them, .*/a, "),
+    ):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ValueError, match=error):
+            tables.files_of(str(tmp_path))
+        (tmp_path / name).unlink()
