@@ -21,12 +21,6 @@ def _as_biases(biases: dict[str, float]) -> dict[str, float]:
     return biases
 
 
-def _as_object(text: str) -> str:
-    if not isinstance(json.loads(text), dict):
-        raise ValueError("the arguments are not a JSON object")
-    return text
-
-
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -102,7 +96,7 @@ class TextPart(Body):
 
 class CalledFunction(Body):
     name: str
-    arguments: Annotated[str, AfterValidator(_as_object)]
+    arguments: str | dict[str, Any] | None = None
 
 
 class ToolCall(Body):

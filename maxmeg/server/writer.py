@@ -4,10 +4,10 @@ import asyncio
 import concurrent.futures
 import dataclasses
 import json
-import typing
 from collections.abc import Sequence
 
 from maxmeg.config.options import Serve
+from maxmeg.data.chat.conversation import normalized
 from maxmeg.data.chat.template import MOST_IDLE, load_chat_template
 from maxmeg.inference.engine import Engine
 from maxmeg.inference.grammar import Grammar
@@ -46,11 +46,13 @@ class ServedWriter(Served):
             raise ApiError(400, f"{self._no_template}; /v1/completions continues text")
         if body.tools and not self.form:
             raise ApiError(400, "the chat template has no tool calls of a known form", "tools")
-        variables = {"tools": [tool.model_dump(exclude_none=True) for tool in body.tools or ()]}
         self.check_messages(body.messages)
-        messages = [message_of(message) for message in body.messages]
+        messages, tools = normalized(
+            [message.model_dump(exclude_none=True) for message in body.messages],
+            [tool.model_dump(exclude_none=True) for tool in body.tools or ()],
+        )
         render, loop = self.template.render, asyncio.get_running_loop()
-        rendered = loop.run_in_executor(self._renderer, lambda: render([messages], **variables))
+        rendered = loop.run_in_executor(self._renderer, lambda: render([messages], tools=tools))
         (text,) = await rendered
         self.check_length(text)
         tokenizer = self.tokenizer
@@ -96,21 +98,6 @@ class ServedWriter(Served):
             while len(self._known) > GRAMMARS:
                 del self._known[next(iter(self._known))]
         return self._known[kind, text]
-
-
-def message_of(message: Message) -> dict[str, typing.Any]:
-    """A message as templates take it: content as text, and arguments of calls as objects."""
-    content = message.content
-    role = "system" if message.role == "developer" else message.role
-    text = content if isinstance(content, str | None) else "".join(p.text for p in content)
-    found: dict[str, typing.Any] = {"role": role, "content": text or ""}
-    found |= {"name": message.name} if message.name else {}
-    found |= {"tool_call_id": message.tool_call_id} if message.tool_call_id else {}
-    if message.tool_calls:
-        found["tool_calls"] = [call.model_dump(exclude_none=True) for call in message.tool_calls]
-        for call in found["tool_calls"]:
-            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-    return found
 
 
 def chat_grammars(body: Chat, form: ToolForm | None) -> list[tuple[str, str]]:

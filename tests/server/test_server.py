@@ -1,8 +1,11 @@
 """A server, asked over its socket by OpenAI's client: one for all tests of this file."""
 
+import contextlib
 import itertools
 import json
+import socket
 import time
+import urllib.parse
 from pathlib import Path
 
 import openai
@@ -291,6 +294,19 @@ def test_replies_of_clients_that_have_gone_end(server):
     now = server.metrics()
     assert now["num_requests_waiting"] == 0
     assert now["kv_cache_usage_perc"] == now["compiles_after_warm_up"] == 0
+
+
+def test_connections_without_a_request_are_closed(server, monkeypatch):
+    monkeypatch.setattr("maxmeg.server.connections.OPEN_SECONDS", 0.2)
+    body = {"prompt": "a", "max_tokens": 400, "logit_bias": ENDLESS, "stream": True}
+    working = server.start("/v1/completions", body)
+    address = urllib.parse.urlsplit(server.url)
+    for sent in (b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: a\r\nX-Slow: "):
+        with socket.create_connection((address.hostname, address.port), timeout=10) as idle:
+            idle.sendall(sent)
+            assert not idle.recv(1)
+    with contextlib.closing(working):
+        assert "[DONE]" in working.getresponse().read().decode()
 
 
 def test_an_error_of_the_device_ends_its_requests_alone(server, client, monkeypatch):
