@@ -75,7 +75,10 @@ def test_a_plan_prints_as_the_command_does(capsys):
 def test_a_model_made_by_hand_is_saved_as_a_run(run, tmp_path):
     run.save(tmp_path / "run")
     again = maxmeg.load(tmp_path / "run")
-    assert "LanguageModel(" in repr(again) and again.config.run_dir == str(tmp_path / "run")
+    assert again.config.run_dir == str(tmp_path / "run")
+    padding = 2 * (8 - len(WORDS)) * run.config.model.hidden_size  # embedding and output
+    count = sum(array.size for array in jax.tree.leaves(run.model)) - padding
+    assert repr(again).endswith(f"run, step 0, {count:,} parameters on 1 device)")
     np.testing.assert_array_equal(again.logits(PROMPT), run.logits(PROMPT))
     with pytest.raises(ValueError, match="run exists and is not empty"):
         run.save(tmp_path / "run")

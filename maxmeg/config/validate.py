@@ -371,7 +371,7 @@ def bidirectional_problems(config: Config):
                 f"model.layers={config.model.layers!r} has the mixer {mixer}, which is causal: set "
                 "model.attention.causal=true, or use other mixers"
             )
-    if not causal and config.log.sample_prompt:
+    if not causal and source.has_prompt(config):
         yield (
             f"log.sample_prompt={config.log.sample_prompt!r}: a model with model.attention.causal="
             'false does not continue text: set log.sample_prompt=""'
@@ -418,7 +418,7 @@ def labelled_problems(config: Config):
     for field in ("z_loss", "label_smoothing"):
         if value := getattr(train, field):
             yield f"train.{field}={value} is not for data.objective={name}: set it to 0"
-    if config.log.sample_prompt:
+    if source.has_prompt(config):
         yield (
             f"log.sample_prompt={config.log.sample_prompt!r}: a classifier does not continue text: "
             'set log.sample_prompt=""'
