@@ -18,7 +18,7 @@ from maxmeg.config.hints import DEVICES, nearest
 from maxmeg.config.model_rules import has_pattern, unread_settings
 from maxmeg.config.named import EXAMPLES, load_config
 from maxmeg.config.schema import Config
-from maxmeg.config.setting import check_sizes, declared_problems, set_field, walk
+from maxmeg.config.setting import check_bounds, declared_problems, set_field, walk
 
 Texts = Sequence[str]  # an option that may be repeated; values are not split at commas
 WARMUPS = ("optim.warmup_steps", "optim.warmup_samples", "optim.warmup_fraction")
@@ -80,7 +80,7 @@ def parse(
     for path, value in settings.items():
         set_field(config, path, value)
     if config is not None:
-        check_sizes(config)
+        check_bounds(config)
         if len(warmups := [name for name in WARMUPS if name in settings]) > 1:
             raise ValueError(f"{' and '.join(warmups)} are set, but one alone is read: choose one")
         if has_pattern(config.model) and (unread := [*unread_settings(config.model, settings)]):

@@ -24,7 +24,7 @@ from maxmeg.config.optim_rules import optim_problems
 from maxmeg.config.parallel import ParallelConfig, Schedule
 from maxmeg.config.quantization import QuantizationRecipe
 from maxmeg.config.schema import Config, WatchdogConfig
-from maxmeg.config.setting import check_sizes, declared_problems, divisors, get
+from maxmeg.config.setting import check_bounds, declared_problems, divisors, get
 from maxmeg.config.stages import units_of_chunks
 
 VIRTUAL_DEVICES = "--xla_force_host_platform_device_count"  # of XLA_FLAGS, for CPUs
@@ -135,7 +135,7 @@ def setting_problems(config: Config, training: bool = True) -> Iterator[str]:
 
 def check_settings(config: Config) -> None:
     """Raise a ValueError that lists the broken rules of a run on any number of devices."""
-    check_sizes(config)
+    check_bounds(config)
     if problems := list(setting_problems(config)):
         raise ValueError("\n".join(problems))
 
@@ -145,7 +145,7 @@ def validate(config: Config, num_devices: int, platform: str = "", training: boo
 
     training: also the rules for models that are trained.
     """
-    check_sizes(config)
+    check_bounds(config)
     sizes = axis_sizes(config.parallel, num_devices, platform)
     problems = list(setting_problems(config, training))
     if has_pattern(config.model):

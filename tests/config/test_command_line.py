@@ -37,6 +37,9 @@ MISTAKES = [
     (TRAIN + "--optim=3", "optim is a section: set its fields, for example --optim.optimizer"),
     (TRAIN + "--model.num_layers=0", "model.num_layers=0 must be at least 1"),
     (TRAIN + "--train.num_steps=1.5", "train.num_steps='1.5' .*: expected a whole number"),
+    (TRAIN + "--train.num_steps=1.0005k", "num_steps='1.0005k' .*: expected a whole number"),
+    (TRAIN + "--train.global_batch_size=4B", "global_batch_size=4000000000 must be at most"),
+    (TRAIN + "--data.sequence_length=0", "data.sequence_length=0 must be at least 1"),
     (TRAIN + "--print_config=all", "unknown flag --print_config"),
     ("config dif gpt x", "maxmeg config dif gpt x: write maxmeg config diff A B"),
     ("plan --config=gpt --hardwear=h100x8", "did you mean --hardware?"),
@@ -126,7 +129,7 @@ def test_a_mistake_is_answered_in_one_line(line, answer, capsys, tmp_path, monke
         main(line.split())
     printed = capsys.readouterr()
     assert (stop.value.code, printed.out) == (2, "")
-    assert re.match(f"error: .*{pattern(answer)}", printed.err.splitlines()[0])
+    assert re.fullmatch(f"error: .*{pattern(answer)}.*\n", printed.err)
     assert list(tmp_path.iterdir()) == []
 
 

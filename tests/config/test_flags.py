@@ -62,7 +62,7 @@ def changed():
     config.optim.lr, config.optim.eps = 1.2345678901234567e-4, 1e-300
     config.data.paths = ("a: b", "null", "1")
     config.train.batch_rampup = (16, 8, 300000)
-    config.train.batch_schedule = "0:768 250B:1536"
+    config.train.batch_schedule, config.model.max_position = "0:768 250B:1536", 512
     config.model.norm, config.optim.decay = Norm.layernorm, LrDecay.inverse_square_root
     config.model.attention.bias_qkv, config.run_dir = True, "läuft/π"
     return config
@@ -159,6 +159,7 @@ def test_overrides_of_every_type(config_file):
         " --train.batch_rampup 16,8,300000 --config.model.attention.bias_qkv"
         f" --nolog.tensorboard --config.model.norm layernorm --config {config_file}:tiny"
         " model.num_layers=1e1 --config.train.batch_schedule=0:8 --seed=7 --noconfig.model.tied"
+        " --train.num_steps=1.5k"
     )
     config, options = flags.parse(line.split())
     assert options is None
@@ -166,7 +167,7 @@ def test_overrides_of_every_type(config_file):
     assert config.train.batch_rampup == (16, 8, 300000) and config.model.attention.bias_qkv
     assert not config.log.tensorboard and config.model.norm is Norm.layernorm
     assert config.model.num_layers == 10 and config.train.batch_schedule == "0:8"
-    assert config.seed == 7 and not config.model.tied
+    assert (config.seed, config.train.num_steps) == (7, 1500) and not config.model.tied
     assert flags.parse(["prog", f"--config={config_file}"])[0] == Config()
 
 
