@@ -3,8 +3,8 @@
     maxmeg plan --config=llama3-8b --hardware=h100x64 [--search] [--compile]
     maxmeg plan --config=gpt --parallel.pipe=4 --timeline=pipe.svg
 
-The report comes from formulas, in milliseconds; with --compile also from the real train step,
-compiled for those GPUs. Without --hardware it shows the pipeline's timeline alone.
+The report comes from formulas; with --compile also from the real train step, compiled for those
+GPUs. Without --hardware it shows the pipeline's timeline alone.
 """
 
 if __name__ == "__main__":  # before the imports: a mistake needs no JAX

@@ -12,6 +12,9 @@ import pytest
 
 from maxmeg.__main__ import main
 from maxmeg.config.commands import COMMANDS
+from maxmeg.config.help import WIDTH
+from maxmeg.config.schema import Config
+from maxmeg.config.setting import walk
 
 CPU_SECONDS = 1.5
 TRAIN = "train --config=gpt "
@@ -76,6 +79,11 @@ MISTAKES = [
     ("convert --model=x --output=y", "did you mean --input?"),
     ("chat runs/lr=3", "runs/lr=3/checkpoints holds no checkpoint"),
     ("tokenize", "unknown command 'tokenize': did you mean preprocess?"),
+    (
+        TRAIN + "--help=optin",
+        "no group .* did you mean optim? There are run, model, data, .*, and all",
+    ),
+    ("serve --help=optim", "this command takes no settings of a run: write --help"),
     ("train --config=GPT", "did you mean gpt2-124m"),
     (
         "plan --config=gpt --hardware=h100x8 --data.tokenizer=a.model",
@@ -119,7 +127,19 @@ def test_a_command_is_there(name, capsys):
     if not COMMANDS[name].arguments:
         main(["help", name])
         shown = capsys.readouterr().out
-        assert ("--optim.lr (" in shown) == (COMMANDS[name].config is not False)
+        assert max(map(len, shown.splitlines())) <= WIDTH and shown.count("\n") <= 50
+        assert ("--optim.lr (" in shown) == (COMMANDS[name].config is True)
+        assert ("optim 4" in shown) == (COMMANDS[name].config is not False)
+
+
+def test_help_shows_all_settings_or_a_group(capsys):
+    paths = [f"  --{path} (" for path, _, _ in walk(Config())]
+    for group, start in (("all", ""), ("model.mup", "model.mup."), ("optim", "optim.")):
+        main(["train", f"--help={group}"])
+        shown = capsys.readouterr().out
+        named = [path for path in paths if path.startswith(f"  --{start}")]
+        assert [path for path in paths if path in shown] == named
+        assert max(map(len, shown.splitlines())) <= WIDTH
 
 
 @pytest.mark.parametrize(("line", "answer"), MISTAKES)
