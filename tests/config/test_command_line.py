@@ -68,6 +68,8 @@ MISTAKES = [
     ("generate", "give either --prompt=TEXT, once or more, or --prompts=FILE.jsonl"),
     ("evaluate runs/none --split=tets", "split='tets' must be one of train, validation, test"),
     ("plan --config=gpt --hardware=h100", "hardware='h100' is not NAMExCOUNT, as h100x64"),
+    ("plan --config=llama3-8b --hardware=h100x7", "h100x7 leaves .*fsdp=7, .*: choose 4 or 8 GPUs"),
+    (f"plan --config=llama3-8b --hardware=h100x{10**12 - 8}", "leaves .*: choose 512 GPUs"),
     ("plan --config=gpt --search", "--search needs GPUs: give --hardware=NAMExCOUNT"),
     ("plot none", "none is not the folder of a run: it has no metrics.jsonl"),
     ("plan llama3-8b --hardware=h100x8", "did you mean --config=llama3-8b?"),
