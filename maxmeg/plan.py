@@ -19,16 +19,16 @@ import sys
 
 from maxmeg.config.options import Plan as Options
 from maxmeg.config.schema import Config
-from maxmeg.config.validate import axis_sizes, batch_unit, resolve
+from maxmeg.config.validate import resolve
 from maxmeg.data.tokenizers.load import load_tokenizer
 from maxmeg.planning.absent import check_plugins
 from maxmeg.planning.analytic import analyze, attention_words
 from maxmeg.planning.compile import compile_report
 from maxmeg.planning.cost.experts import product_words
 from maxmeg.planning.cost.workload import workload
-from maxmeg.planning.hardware import Cluster, has_whole_nodes, parse_cluster
+from maxmeg.planning.hardware import Cluster, parse_cluster
 from maxmeg.planning.remedies import flags_text, remedies
-from maxmeg.planning.search import divisors, search
+from maxmeg.planning.search import check_count, search
 from maxmeg.planning.show.page import plan_html
 from maxmeg.planning.show.text import Choice, Plan, plan_json, plan_of, plan_text
 from maxmeg.planning.show.timeline import timeline_svg
@@ -76,24 +76,6 @@ def check_options(options: Options) -> None:
             raise ValueError(f"--{name}={path} is a folder: name a file in it")
     if options.compile:
         check_plugins()
-
-
-def check_count(config: Config, cluster: Cluster) -> None:
-    """ValueError, with the nearest counts, for a number of GPUs that leaves parallel.fsdp=0 a size
-    by which width or batch are not divisible."""
-    sizes, count = axis_sizes(config.parallel, cluster.count), cluster.count
-    others, unit = count // sizes["fsdp"], batch_unit(config, sizes | {"fsdp": 1})
-    width, batch = config.model.hidden_size, config.train.global_batch_size
-    fitting = [size for size in divisors(width) if batch % (unit * size) == 0]
-    counts = [n for n in (others * size for size in fitting) if has_whole_nodes(n)]
-    if config.parallel.fsdp or sizes["fsdp"] in fitting or not counts:
-        return
-    nearest = {*[n for n in counts if n < count][-1:], *[n for n in counts if n > count][:1]}
-    raise ValueError(
-        f"hardware={cluster.name}x{count} leaves parallel.fsdp={sizes['fsdp']}, by which model."
-        f"hidden_size={width} or train.global_batch_size={batch} is not divisible: choose "
-        f"{' or '.join(map(str, sorted(nearest)))} GPUs, other sizes in parallel.*, or --search"
-    )
 
 
 def plan_for(config: Config, cluster: Cluster, options: Options) -> Plan:

@@ -199,11 +199,10 @@ def due(every: int, step: int, last: bool = False) -> bool:
 def finish(run: Run, state) -> None:
     """Wait for the save; then say where things are, draw the losses, write a sample."""
     saved = run.checkpointer.wait()
-    config, step = run.config, int(state.step)
+    config, step, mesh = run.config, int(state.step), run.program.mesh
     done = step == config.train.num_steps
     data, sample = next(iter(run.validation.values()), run.data), ""
     if done and (prompt := sample_prompt(config, run.source, data)):
-        mesh = run.program.mesh
         model = evaluated_model(state, config.optim.ema.evaluates)
         sample = sample_at_end(prompt, model, config, run.tokenizer, step, mesh, saved)
     if not multihost.is_primary():
