@@ -1,5 +1,7 @@
 """The prompt of the sample at the end of training, from a validation document of one's own."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from test_gpt_dataset import open_dataset
@@ -7,15 +9,10 @@ from test_gpt_dataset import open_dataset
 import maxmeg
 from maxmeg.data.sample_prompt import PYTHON, sample_prompt
 from maxmeg.data.samples.blending import blended
-from maxmeg.data.source import Corpora, Datasets
+from maxmeg.data.source import Corpora
 from maxmeg.data.tokenizers.load import load_tokenizer
 
 EOD, SUM = 256, "1 + 2 = 3\n"
-
-
-class InPython:
-    def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        return {"tokens": np.array([[*SUM.encode(), EOD, 7]])[indices]}
 
 
 @pytest.mark.parametrize(
@@ -25,7 +22,6 @@ class InPython:
         ({}, "A first sentence that goes on and on and on", "A first sentence that goes on"),
         ({}, "Ångström", "Ångs"),
         ({"log.sample_prompt": "Once"}, SUM, "Once"),
-        ({"log.sample_prompt": ""}, SUM, ""),
         ({"data.paths": ""}, SUM, PYTHON),
         ({"data.paths": "", "data.mock": True}, SUM, ""),
         ({"data.objective": "sft"}, SUM, ""),
@@ -33,14 +29,11 @@ class InPython:
     ],
 )
 def test_a_sample_continues_the_users_own_text(settings, text, expected, make_corpus):
-    prefix = make_corpus([[65, EOD], [EOD], [*text.encode(), EOD]])
+    prefix, source = make_corpus([[65, EOD], [EOD], [*text.encode(), EOD]]), object.__new__(Corpora)
     config = maxmeg.config("gpt", **{"data.paths": prefix, "model.max_position": 128} | settings)
-    data, source = (
-        blended([open_dataset(prefix, 1, 4, "1,2,0")], [1.0], None),
-        object.__new__(Corpora),
-    )
     source.tokenizer = load_tokenizer("bytes")
+    data = blended([open_dataset(prefix, 1, 4, "1,2,0")], [1.0], None)
     assert sample_prompt(config, source, data) == expected
-    if expected == PYTHON:
-        source = Datasets(source.tokenizer, InPython())
-        assert sample_prompt(config, source, source.train) == "1 + 2 ="
+    tokens = {"tokens": np.array([[*text.encode(), EOD, 7]])}
+    made = SimpleNamespace(tokenizer=source.tokenizer, batch=lambda numbers: tokens)
+    assert sample_prompt(config, made, made) == expected.replace(PYTHON, "1 + 2 =")
