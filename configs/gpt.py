@@ -36,5 +36,5 @@ def get_config(size: str = "") -> Config:
     config.train.eval_steps = 32
     config.log.every = 40
     config.optim.lr, config.optim.min_lr, config.optim.warmup_fraction = 3e-3, 3e-4, 0.05
-    config.log.sample_prompt = "class Reader:\n    def "
+    config.log.sample_prompt = "auto"
     return config

@@ -9,7 +9,8 @@ from typing import Any, NoReturn
 
 from maxmeg import __version__
 from maxmeg.config.commands import COMMANDS, Command
-from maxmeg.config.flags import HELP, describe, names_config, run_command, show
+from maxmeg.config.flags import names_config, run_command, show
+from maxmeg.config.help import asked_help, describe
 from maxmeg.config.hints import nearest
 from maxmeg.config.schema import Config
 from maxmeg.config.validate import check_settings
@@ -20,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     name, *arguments = [*(sys.argv[1:] if argv is None else argv)] or ["--help"]
     if name == "help":  # maxmeg help train
         name, arguments = (arguments or ["--help"])[0], ["--help"]
-    if name in HELP:
+    if asked_help([name]) is not None:
         show(usage())
     elif name == "--version":
         print(f"maxmeg {__version__}")
@@ -55,10 +56,12 @@ def start(name: str, command: Command, arguments: list[str]) -> None:
     if command.arguments:
         return run_command(run_arguments, needs_config=False, argv=[name])
     needs_config = names_config(arguments) if command.config is None else command.config
-    if HELP & set(arguments):
-        shows_settings = command.config is not False
-        show(describe(_docstring(module), command.options, shows_settings))
-        return
+    if (group := asked_help(arguments)) is not None:
+
+        def run_help() -> None:
+            show(describe(_docstring(module), command.options, command.config, group))
+
+        return run_command(run_help, needs_config=False, argv=[name])
     run_command(run, command.options, needs_config, [f"maxmeg {name}", *arguments])
 
 
@@ -72,7 +75,7 @@ def usage() -> str:
             "",
             *lines,
             "",
-            "`maxmeg COMMAND --help` lists the options and settings of a command.",
+            "`maxmeg COMMAND --help` lists a command's options, --help=all every setting too.",
         ]
     )
 

@@ -9,14 +9,18 @@ if __name__ == "__main__":  # before the imports: a mistake needs no JAX
 
     run_module("convert")
 
+import shlex
 import typing
 from pathlib import Path
 
 import jax
 
+from maxmeg.config import files
 from maxmeg.config.options import Convert as Options
 from maxmeg.config.options import Quantize, To
 from maxmeg.config.schema import Config
+from maxmeg.data.chat.template import has_chat_template
+from maxmeg.data.tokenizers.load import load_tokenizer
 from maxmeg.hf import convert, peft
 from maxmeg.hf.families.classifier_tables import CLASSIFIERS
 from maxmeg.hf.families.encoder_tables import ENCODERS
@@ -71,10 +75,18 @@ def main(*arguments: typing.Any) -> None:
     elif inward and report.family in ENCODER_DECODERS:
         print(f"next: maxmeg train --config=finetune:{options.output}, with pairs of texts")
     elif inward:
-        prompt = "'ID ID ...'" if report.tokenizer.startswith("null:") else "TEXT"
-        print(f"next: maxmeg generate --run_dir={options.output} --prompt={prompt}")
+        print(f"next: {next_command(options.output)}")
     else:
         print(f"next: {report.loaded_by}")
+
+
+def next_command(folder: str) -> str:
+    """Return the command that uses an imported decoder: a chat if it has a chat template."""
+    data = files.load(Path(folder, files.CONFIG_FILE)).data
+    if has_chat_template(load_tokenizer(data.tokenizer), data.chat_template):
+        return f"maxmeg chat {shlex.quote(folder)}"
+    prompt = "'ID ID ...'" if data.tokenizer.startswith("null:") else "TEXT"
+    return f"maxmeg generate {shlex.quote(folder)} --prompt={prompt}"
 
 
 def to_huggingface(options: Options, step: int | None) -> convert.Report:

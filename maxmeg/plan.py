@@ -3,8 +3,8 @@
     maxmeg plan --config=llama3-8b --hardware=h100x64 [--search] [--compile]
     maxmeg plan --config=gpt --parallel.pipe=4 --timeline=pipe.svg
 
-The report comes from formulas, in milliseconds; with --compile also from the real train step,
-compiled for those GPUs. Without --hardware it shows the pipeline's timeline alone.
+The report comes from formulas; with --compile also from the real train step, compiled for those
+GPUs. Without --hardware it shows the pipeline's timeline alone.
 """
 
 if __name__ == "__main__":  # before the imports: a mistake needs no JAX
@@ -28,7 +28,7 @@ from maxmeg.planning.cost.experts import product_words
 from maxmeg.planning.cost.workload import workload
 from maxmeg.planning.hardware import Cluster, parse_cluster
 from maxmeg.planning.remedies import flags_text, remedies
-from maxmeg.planning.search import search
+from maxmeg.planning.search import check_count, search
 from maxmeg.planning.show.page import plan_html
 from maxmeg.planning.show.text import Choice, Plan, plan_json, plan_of, plan_text
 from maxmeg.planning.show.timeline import timeline_svg
@@ -85,6 +85,8 @@ def plan_for(config: Config, cluster: Cluster, options: Options) -> Plan:
         candidates = search(config, cluster)[:SHOWN]
         chosen = [candidate.config for candidate in candidates]
         choices = [Choice(candidate.settings, candidate.analytic) for candidate in candidates]
+    else:
+        check_count(config, cluster)
     plan = plan_of(chosen[0], cluster.count)
     work = workload(chosen[0], cluster.count, cluster.device)
     plan.settings["attention"] = attention_words(work, cluster)

@@ -13,7 +13,8 @@ import pathlib
 import shlex
 from collections.abc import Sequence
 
-from maxmeg.config.flags import HELP, describe, parse
+from maxmeg.config.flags import parse
+from maxmeg.config.help import asked_help, describe
 from maxmeg.config.options import Plot
 from maxmeg.data.corpus.stored import write_atomically
 from maxmeg.runtime.metrics.comparison import comparison_html, read_run
@@ -21,8 +22,8 @@ from maxmeg.runtime.metrics.comparison import comparison_html, read_run
 
 def main(arguments: Sequence[str]) -> int:
     """Write the page."""
-    if HELP & set(arguments):
-        print(describe(__doc__ or "", Plot, needs_config=False))
+    if asked_help(arguments) is not None:
+        print(describe(__doc__ or "", Plot, has_settings=False))
         return 0
     folders = [word for word in arguments if not word.startswith("-")]
     flags = [word for word in arguments if word.startswith("-")]

@@ -5,7 +5,7 @@ import numpy as np
 
 from maxmeg.config.schema import Config
 from maxmeg.config.validate import axis_sizes
-from maxmeg.objectives.objective import Objective
+from maxmeg.objectives.objective import Objective, token_loss
 from maxmeg.optim.build import make_optimizer
 from maxmeg.parallel.mesh import make_mesh
 from maxmeg.parallel.placement import local_rows
@@ -27,8 +27,8 @@ class Program:
     def __init__(
         self, config: Config, byte_lengths: np.ndarray | None, objective: Objective | None = None
     ) -> None:
-        """byte_lengths: bytes of the text of each token id, [V]. objective: None means the one that
-        data.objective names."""
+        """byte_lengths: bytes of the text of each token id, [V], for cross entropy per byte; losses
+        of one's own are not divided by bytes. objective: None means the one of data.objective."""
         sizes = axis_sizes(config.parallel, jax.device_count())
         self.mesh = make_mesh(sizes, fold=config.parallel.fold)
         sizes = config.train.micro_batch_size, config.parallel.context_chunks
@@ -41,6 +41,5 @@ class Program:
         if config.train.rerun_bad_steps:
             self.train_step = with_rerun(self.train_step)
         self.compute_copy = make_compute_copy(config, self.mesh, self.abstract.model)
-        self.eval_step = make_eval_step(
-            config, self.mesh, self.abstract.model, byte_lengths, objective
-        )
+        counted = byte_lengths if objective is None or objective.loss is token_loss else None
+        self.eval_step = make_eval_step(config, self.mesh, self.abstract.model, counted, objective)

@@ -24,6 +24,7 @@ from maxmeg.config.validate import batch_unit, resolve, validate
 from maxmeg.data import run_folder
 from maxmeg.data.loader import eval_batches, train_loader
 from maxmeg.data.resuming import record_order
+from maxmeg.data.sample_prompt import sample_prompt
 from maxmeg.data.source import Corpora, Source
 from maxmeg.evals.perplexity import StopRequested, mean_loss, validation_metrics
 from maxmeg.inference.engine import sample_at_end
@@ -198,18 +199,16 @@ def due(every: int, step: int, last: bool = False) -> bool:
 def finish(run: Run, state) -> None:
     """Wait for the save; then say where things are, draw the losses, write a sample."""
     saved = run.checkpointer.wait()
-    config, step = run.config, int(state.step)
+    config, step, mesh = run.config, int(state.step), run.program.mesh
     done = step == config.train.num_steps
-    sample = ""
-    if done and config.log.sample_prompt:
-        mesh = run.program.mesh
+    data, sample = next(iter(run.validation.values()), run.data), ""
+    if done and (prompt := sample_prompt(config, run.source, data)):
         model = evaluated_model(state, config.optim.ema.evaluates)
-        sample = sample_at_end(model, config, run.tokenizer, step, mesh, saved)
+        sample = sample_at_end(prompt, model, config, run.tokenizer, step, mesh, saved)
     if not multihost.is_primary():
         return
     if sample:
-        text = f"{config.log.sample_prompt}{sample}".rstrip()
-        lines = (line.rstrip() for line in text.splitlines())
+        lines = (line.rstrip() for line in sample.rstrip().splitlines())
         print("", "--- sample", *lines, "---", sep="\n")
     if words := validation_words(config.run_dir):
         print(f"{words}{', of the averaged weights' * config.optim.ema.evaluates}")

@@ -18,6 +18,9 @@ from maxmeg.data.corpus.indexed import IndexedDataset
 from maxmeg.hf.formats.safetensors import SafetensorsFolder
 from maxmeg.inference.sampling import Sampling
 from maxmeg.models.lm import LM
+from maxmeg.objectives.objective import Objective, objective_of, token_loss
+from maxmeg.planning.compile import abstract_batch
+from maxmeg.program import Program
 from maxmeg.runtime.faults.lock import lock_folder
 
 PROMPT = "a b a , b"
@@ -75,7 +78,10 @@ def test_a_plan_prints_as_the_command_does(capsys):
 def test_a_model_made_by_hand_is_saved_as_a_run(run, tmp_path):
     run.save(tmp_path / "run")
     again = maxmeg.load(tmp_path / "run")
-    assert "LanguageModel(" in repr(again) and again.config.run_dir == str(tmp_path / "run")
+    assert again.config.run_dir == str(tmp_path / "run")
+    padding = 2 * (8 - len(WORDS)) * run.config.model.hidden_size  # embedding and output
+    count = sum(array.size for array in jax.tree.leaves(run.model)) - padding
+    assert repr(again).endswith(f"run, step 0, {count:,} parameters on 1 device)")
     np.testing.assert_array_equal(again.logits(PROMPT), run.logits(PROMPT))
     with pytest.raises(ValueError, match="run exists and is not empty"):
         run.save(tmp_path / "run")
@@ -134,6 +140,15 @@ def test_documents_are_written_once_and_only_under_the_lock(tmp_path):
     assert api.write_documents(config, documents) == prefix
     with pytest.raises(ValueError, match="was trained on other documents than data"):
         api.write_documents(config, ["others"])
+
+
+def test_a_loss_of_ones_own_is_not_told_in_nats_per_byte():
+    config = tiny({"num_layers": 1})
+    for objective in (None, Objective(), objective_of(lambda logits, batch: logits[..., 0])):
+        program = Program(config, np.ones(config.model.vocab_size, np.float32), objective)
+        batch = abstract_batch(config, program.mesh)
+        sums = jax.eval_shape(program.eval_step, program.abstract.model, batch)
+        assert ("bytes" in sums) == (objective is None or objective.loss is token_loss)
 
 
 @pytest.mark.slow

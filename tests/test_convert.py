@@ -28,7 +28,7 @@ def test_a_model_is_imported_and_exported(tmp_path, capsys):
     tensors = make_folder(tmp_path / "hf")
     command(f"input={tmp_path / 'hf'}", f"output={tmp_path / 'run'}")
     assert "30 tensors, 27,744 parameters" in (said := capsys.readouterr().out)
-    assert f"--run_dir={tmp_path / 'run'}" in said
+    assert said.endswith(f"next: maxmeg chat {tmp_path / 'run'}\n")
     back = ("to=huggingface", f"input={tmp_path / 'run'}", f"output={tmp_path / 'back'}")
     command(*back, "shard_gb=0.00002", "step=0")
     assert "from_pretrained" in capsys.readouterr().out
@@ -50,8 +50,10 @@ def test_list_shows_every_tensor_and_writes_nothing(tmp_path, capsys):
     query = "stack.groups.0.sublayers.0.mixers.attention.query.weight[2]"
     assert f"model.layers.2.self_attn.q_proj.weight [32, 32] <-> {query}" in lines
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    (tmp_path / "hf" / "chat_template.jinja").unlink()
     command(f"input={tmp_path / 'hf'}", f"output={tmp_path / 'run'}")
-    capsys.readouterr()
+    said = capsys.readouterr().out
+    assert said.endswith(f"next: maxmeg generate {tmp_path / 'run'} --prompt=TEXT\n")
     command("to=huggingface", f"input={tmp_path / 'run'}", "list")
     assert capsys.readouterr().out.splitlines() == lines
 

@@ -78,10 +78,15 @@ def test_commands_of_pages_are_understood(page, name, arguments, capsys):
             check_settings(config)
 
 
-def test_links_lead_to_files_that_exist():
+def test_links_lead_to_files_and_headings_that_exist():
     for page in PAGES:
-        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+        for target, anchor in re.findall(r"\]\(([^)#:]*)#?([^)]*)\)", page.read_text()):
+            path = page.parent / target if target else page
+            assert "://" in anchor or path.exists(), f"{page.name}: {target}"
+            if path.suffix == ".md" and anchor and "://" not in anchor:
+                headings = re.findall(r"^#+ (.*)", path.read_text(), re.M)
+                plain = (re.sub(r"[^\w\s-]", "", each).strip().lower() for each in headings)
+                assert anchor in {re.sub(r"[-\s]+", "-", each) for each in plain}, anchor
 
 
 def test_the_run_file_of_docs_is_read(tmp_path):

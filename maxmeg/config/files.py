@@ -4,9 +4,11 @@ import contextlib
 import dataclasses
 import difflib
 import enum
+import fractions
 import math
 import os
 import pathlib
+import re
 import typing
 
 import yaml
@@ -23,6 +25,8 @@ _HEADER = """\
 # run_dir is the folder of this file, even after a move; start another with --run_dir=FOLDER
 """
 EMPTY = "''"  # an empty value on a command line
+_SUFFIXED = re.compile(r"([+-]?\d+(?:\.\d+)?)([KMBT])", re.IGNORECASE)
+_SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -221,16 +225,30 @@ def _to_enum(path, value, kind):
     raise _mismatch(path, value, f"one of {', '.join(names)}{hint}")
 
 
+def whole_number(text: str) -> int:
+    """Return the number that is written as 800, 1e4, 4M or 1.5k.
+
+    ValueError for another text, OverflowError for infinity.
+    """
+    if match := _SUFFIXED.fullmatch(text):
+        number = fractions.Fraction(match[1]) * _SUFFIXES[match[2].upper()]
+    else:
+        number = int(text) if text.lstrip("+-").isdecimal() else float(text)
+    if number != int(number):
+        raise ValueError(f"{text} is no whole number")
+    return int(number)
+
+
 def _to_number(path, value, kind):
-    expected = "a whole number" if kind is int else "a finite number"
-    number = value
-    for read in (float, int) if isinstance(value, str) else ():  # YAML reads 3e-4 as text
-        with contextlib.suppress(ValueError):
-            number = read(value)
+    is_whole, number = kind is int, value
+    if isinstance(value, str):  # YAML reads 3e-4 as text
+        with contextlib.suppress(ValueError, OverflowError):
+            number = whole_number(value) if is_whole else float(value)
+    expected = "a whole number" if is_whole else "a finite number"
     if isinstance(number, bool) or not isinstance(number, int | float):
         raise _mismatch(path, value, expected)
     with contextlib.suppress(OverflowError):  # an integer beyond all floats
-        if math.isfinite(number) and (kind is float or number == int(number)):
+        if math.isfinite(number) and (not is_whole or number == int(number)):
             return kind(number)
     raise _mismatch(path, value, expected)
 

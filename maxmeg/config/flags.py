@@ -5,7 +5,6 @@ NAME=VALUE. A mistake is a ValueError of one line, with the nearest valid name.
 """
 
 import dataclasses
-import itertools
 import os
 import shlex
 import sys
@@ -18,12 +17,11 @@ from maxmeg.config.hints import DEVICES, nearest
 from maxmeg.config.model_rules import has_pattern, unread_settings
 from maxmeg.config.named import EXAMPLES, load_config
 from maxmeg.config.schema import Config
-from maxmeg.config.setting import check_sizes, declared_problems, set_field, walk
+from maxmeg.config.setting import check_bounds, declared_problems, set_field, walk
 
 Texts = Sequence[str]  # an option that may be repeated; values are not split at commas
 WARMUPS = ("optim.warmup_steps", "optim.warmup_samples", "optim.warmup_fraction")
 UNNAMED = {"log", "run_dir"}  # the first of these that a command has may stand without its name
-HELP = {"--help", "-h", "-help", "--helpfull"}
 PRINT = {"--print_config": False, "--print_config=diff": True}  # whether only changed fields
 
 
@@ -80,7 +78,7 @@ def parse(
     for path, value in settings.items():
         set_field(config, path, value)
     if config is not None:
-        check_sizes(config)
+        check_bounds(config)
         if len(warmups := [name for name in WARMUPS if name in settings]) > 1:
             raise ValueError(f"{' and '.join(warmups)} are set, but one alone is read: choose one")
         if has_pattern(config.model) and (unread := [*unread_settings(config.model, settings)]):
@@ -94,29 +92,6 @@ def parse(
     if problems := list(declared_problems(chosen)):
         raise ValueError("\n".join(problems))
     return config, chosen
-
-
-def describe(summary: str, options: type | None = None, needs_config: bool = True) -> str:
-    """Return the help text: the command's docstring, its options and every field of the config."""
-    lines = [summary.strip()]
-    if options is not None:
-        lines += ["", "options:"]
-        for field in dataclasses.fields(options):
-            is_required = field.default is dataclasses.MISSING
-            default = "required" if is_required else field.default
-            lines.append(_described(field.name, default, field))
-    if needs_config:
-        lines += ["", f"--config names the run: configs/gpt.py (in short gpt), {EXAMPLES}"]
-        lines += ["--print_config prints its settings, --print_config=diff those that are changed"]
-        lines += ["", "settings (defaults):"]
-        for _, group in itertools.groupby(walk(Config()), lambda each: each[0].rpartition(".")[0]):
-            lines += ["", *itertools.starmap(_described, group)]
-    return "\n".join(lines)
-
-
-def _described(name: str, default: typing.Any, field: dataclasses.Field) -> str:
-    shown = files.text(default) or '""'
-    return f"  --{name} ({shown}): {field.metadata.get('doc', '')}"
 
 
 def _separate(arguments, options, needs_config):

@@ -15,9 +15,8 @@ from maxmeg.config.recompute import recompute_problems
 from maxmeg.config.recurrent import DELTA_KERNEL_SIZES, SCAN_KERNEL_SIZES, ScanBackend
 from maxmeg.config.schema import Config
 from maxmeg.config.setting import (
-    UPPER,
     bound_problems,
-    check_sizes,
+    check_bounds,
     declared_problems,
     divisors,
     field_of,
@@ -56,7 +55,7 @@ def check_model(model: ModelConfig) -> None:
 
     The sizes that a run takes from its corpus (`config.validate.resolve`) must be set.
     """
-    check_sizes(model, "model.")
+    check_bounds(model, "model.")
     problems = [*declared_problems(model, "model."), *model_problems(model)]
     if model.vocab_size < 1:
         problems.append(f"model.vocab_size={model.vocab_size}: set it to the tokenizer's size")
@@ -75,9 +74,9 @@ def check_model(model: ModelConfig) -> None:
 def model_problems(model: ModelConfig) -> Iterator[str]:
     """Yield the broken rules between fields; only that of the pattern, where it has no meaning.
 
-    None where a number is too large: some rules loop over it.
+    None where a number is beyond its bounds: some rules loop over it.
     """
-    if any(bound_problems(model, kinds=UPPER)):
+    if any(bound_problems(model)):
         return
     try:
         kinds = {*model.layer_kinds, *[model.mtp_layer] * model.mtp.num_layers}

@@ -406,7 +406,11 @@ class LogConfig:
     parameters: bool = setting(
         False, "print the table of all parameters: shapes, sharding, bytes per device"
     )
-    sample_prompt: str = setting("", "text to continue when training ends; empty: none")
+    sample_prompt: str = setting(
+        "",
+        "text to continue when training ends; auto: the first words of a validation document, or "
+        "for the built-in corpus a line of Python; empty: none",
+    )
 
 
 @dataclasses.dataclass

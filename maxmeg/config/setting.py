@@ -6,10 +6,9 @@ import functools
 import math
 import operator
 import typing
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 Section = typing.TypeVar("Section")
-UPPER = ("at_most", "below")
 LARGEST = 2**53  # whole numbers up to here are exact as floats too
 BOUNDS = {
     "at_least": operator.ge,
@@ -114,22 +113,20 @@ def shown(path: str, value: typing.Any) -> str:
     return f"{path}={getattr(value, 'name', value)}"
 
 
-def bound_problems(
-    section: typing.Any, prefix: str = "", kinds: Container[str] = BOUNDS
-) -> Iterator[str]:
+def bound_problems(section: typing.Any, prefix: str = "") -> Iterator[str]:
     """Yield the broken bounds of a section's fields; whole numbers are at most LARGEST."""
     for path, value, field in walk(section, prefix):
         bounds = field.metadata["bounds"]
         if isinstance(value, int) and value > LARGEST:
             bounds = {"at_most": LARGEST} | bounds
-        if not all(BOUNDS[k](value, limit) for k, limit in bounds.items() if k in kinds):  # or NaN
+        if not all(BOUNDS[k](value, limit) for k, limit in bounds.items()):  # or NaN
             wanted = " and ".join(f"{k.replace('_', ' ')} {limit}" for k, limit in bounds.items())
             yield f"{path}={value} must be {wanted}"
 
 
-def check_sizes(section: typing.Any, prefix: str = "") -> None:
-    """ValueError for numbers that are too large. Other rules may loop over them."""
-    if problems := list(bound_problems(section, prefix, UPPER)):
+def check_bounds(section: typing.Any, prefix: str = "") -> None:
+    """ValueError for numbers beyond their bounds. Other rules may loop over them."""
+    if problems := list(bound_problems(section, prefix)):
         raise ValueError("\n".join(problems))
 
 

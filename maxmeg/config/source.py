@@ -148,7 +148,7 @@ def objective_problems(config: Config) -> Iterator[str]:
             f"data.objective={data.objective.value} cannot train {what} (model.layers="
             f"{config.model.layers!r}), which serves {able}: choose one of these, or other layers"
         )
-    if has_source and config.log.sample_prompt:
+    if has_source and has_prompt(config):
         yield (
             f"log.sample_prompt={config.log.sample_prompt!r}: an encoder-decoder or RETRO writes "
             'no sample in training: set log.sample_prompt=""'
@@ -161,6 +161,11 @@ def objective_problems(config: Config) -> Iterator[str]:
             f"data.{name}={longest} is longer than model.max_position={room}: shorten the "
             "one or raise the other"
         )
+
+
+def has_prompt(config: Config) -> bool:
+    """Whether log.sample_prompt is a text. "auto" asks for a sample only of models that write."""
+    return config.log.sample_prompt not in ("", "auto")
 
 
 def chunk_problems(config: Config) -> Iterator[str]:

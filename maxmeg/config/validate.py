@@ -24,7 +24,7 @@ from maxmeg.config.optim_rules import optim_problems
 from maxmeg.config.parallel import ParallelConfig, Schedule
 from maxmeg.config.quantization import QuantizationRecipe
 from maxmeg.config.schema import Config, WatchdogConfig
-from maxmeg.config.setting import check_sizes, declared_problems, divisors, get
+from maxmeg.config.setting import check_bounds, declared_problems, divisors, get
 from maxmeg.config.stages import units_of_chunks
 
 VIRTUAL_DEVICES = "--xla_force_host_platform_device_count"  # of XLA_FLAGS, for CPUs
@@ -135,7 +135,7 @@ def setting_problems(config: Config, training: bool = True) -> Iterator[str]:
 
 def check_settings(config: Config) -> None:
     """Raise a ValueError that lists the broken rules of a run on any number of devices."""
-    check_sizes(config)
+    check_bounds(config)
     if problems := list(setting_problems(config)):
         raise ValueError("\n".join(problems))
 
@@ -145,7 +145,7 @@ def validate(config: Config, num_devices: int, platform: str = "", training: boo
 
     training: also the rules for models that are trained.
     """
-    check_sizes(config)
+    check_bounds(config)
     sizes = axis_sizes(config.parallel, num_devices, platform)
     problems = list(setting_problems(config, training))
     if has_pattern(config.model):
@@ -371,7 +371,7 @@ def bidirectional_problems(config: Config):
                 f"model.layers={config.model.layers!r} has the mixer {mixer}, which is causal: set "
                 "model.attention.causal=true, or use other mixers"
             )
-    if not causal and config.log.sample_prompt:
+    if not causal and source.has_prompt(config):
         yield (
             f"log.sample_prompt={config.log.sample_prompt!r}: a model with model.attention.causal="
             'false does not continue text: set log.sample_prompt=""'
@@ -418,7 +418,7 @@ def labelled_problems(config: Config):
     for field in ("z_loss", "label_smoothing"):
         if value := getattr(train, field):
             yield f"train.{field}={value} is not for data.objective={name}: set it to 0"
-    if config.log.sample_prompt:
+    if source.has_prompt(config):
         yield (
             f"log.sample_prompt={config.log.sample_prompt!r}: a classifier does not continue text: "
             'set log.sample_prompt=""'

@@ -481,16 +481,15 @@ def continue_text(
 
 
 def sample_at_end(
-    model: LM, config: Config, tokenizer: Tokenizer, step: int, mesh: Mesh, saved: bool
+    prompt: str, model: LM, config: Config, tokenizer: Tokenizer, step: int, mesh: Mesh, saved: bool
 ) -> str:
-    """Return how the trained model continues log.sample_prompt.
+    """Return a prompt with the continuation by the trained model.
 
     saved: whether there is a checkpoint of `step`. From it the model is read onto one device if the
     devices are virtual ones of this process's CPU, and with a pipeline onto a mesh without one;
     "" for a pipeline that is not saved.
     """
-    prompt, pipelined = config.log.sample_prompt, mesh.shape["pipe"] > 1
-    average = config.optim.ema.evaluates
+    average, pipelined = config.optim.ema.evaluates, mesh.shape["pipe"] > 1
     trained = Trained(model, config, tokenizer, step, mesh)
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     if saved and on_cpu and mesh.size > 1 and not mesh.is_multi_process:
@@ -504,4 +503,4 @@ def sample_at_end(
         return ""
     room = config.model.max_position - len(tokenizer.encode(prompt))
     sampling = Sampling(temperature=0.5, top_k=40)
-    return continue_text(trained, prompt, min(SAMPLE_TOKENS, room), sampling, config.seed)
+    return prompt + continue_text(trained, prompt, min(SAMPLE_TOKENS, room), sampling, config.seed)

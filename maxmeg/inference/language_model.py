@@ -41,6 +41,7 @@ from maxmeg.models.lm import LM, language_model
 from maxmeg.parallel.mesh import local_mesh, sizes_of
 from maxmeg.parallel.rules import storage_specs
 from maxmeg.parallel.trainable import trained
+from maxmeg.planning.cost.parameters import num_parameters
 from maxmeg.state import VOCABULARY_TABLES, orders_of, to_arrays, to_tree
 
 Messages = Sequence[Mapping[str, typing.Any]]  # [{"role": "user", "content": ...}, ...]
@@ -94,9 +95,12 @@ class LanguageModel:
         return self.trained.tokenizer
 
     def __repr__(self) -> str:
-        count = sum(leaf.size for leaf in jax.tree.leaves(self.model))
+        arrays, devices = to_arrays(self.model), self.trained.mesh.size
+        count = num_parameters(self.config.model)[0]
+        count += sum(array.size for name, array in arrays.items() if "lora" in name.split("."))
         where = f"{self.config.run_dir}, step {self.trained.step}"
-        return f"LanguageModel({where}, {count:,} parameters on {self.trained.mesh.size} devices)"
+        on = f"{devices} device{'s' * (devices > 1)}"
+        return f"LanguageModel({where}, {count:,} parameters on {on})"
 
     def encode(self, prompt: Prompt) -> np.ndarray:
         """Return the token ids of a chat, or of a text with special tokens (`prompt_tokens`)."""

@@ -9,17 +9,13 @@ steps moves to the new end of the run. Lengths in samples never move.
 
 import bisect
 import dataclasses
-import fractions
 import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from maxmeg.config.data import DataOrder
+from maxmeg.config.files import whole_number
 from maxmeg.config.schema import Config, LrDecay, OptimConfig, WeightDecayRamp, WsdDecay
-
-_SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-_ENTRY = re.compile(r"(\d+(?:\.\d+)?)([KMBT]?):(\d+)", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,14 +280,16 @@ def _rampup_segments(rampup, final, origin):
 def _schedule_segments(schedule, sequence_length, final, origin):
     entries = []
     for entry in schedule.split():
-        match = _ENTRY.fullmatch(entry)
-        if match is None or int(match[3]) < 1:
+        try:
+            tokens, size = map(whole_number, entry.split(":"))
+        except (ValueError, OverflowError):
+            tokens = size = 0
+        if size < 1:
             raise ValueError(
                 f"train.batch_schedule={schedule!r}: {entry!r} is not TOKENS:BATCH_SIZE,"
                 " as in '0:768 250B:1536' (suffixes K, M, B, T)"
             )
-        tokens = fractions.Fraction(match[1]) * _SUFFIXES[match[2].upper()]
-        entries.append((int(tokens), int(match[3])))
+        entries.append((tokens, size))
     thresholds = [tokens // sequence_length for tokens, _ in entries]
     if not entries or entries[0][0] != 0 or thresholds != sorted(set(thresholds)):
         raise ValueError(

@@ -28,6 +28,7 @@ CPU_THREADS = 4  # of XLA for each CPU device, of at least 8 devices
 CPU_SCHEDULER = "--xla_cpu_enable_concurrency_optimized_scheduler"
 LINGER_SECONDS = 30  # the coordinator outlives the time in which the others notice a failure
 HEARTBEAT_SECONDS = 100  # JAX's default; then JAX ends a run with a C++ stack trace
+ALL, SRUN = "set all of them, or none", "start it with srun, or unset SLURM_STEP_NODELIST"
 _on_shutdown = contextlib.ExitStack()  # closes the coordinator in process 0
 
 
@@ -186,7 +187,7 @@ def _from_slurm(environ: Mapping[str, str]) -> Rendezvous | None:
         return None
     layout = "SLURM_STEP_TASKS_PER_NODE"
     numbers = ("JOB_ID", "STEP_ID", "PROCID", "LOCALID", "NODEID")
-    _require(environ, (*(f"SLURM_{name}" for name in numbers), layout))
+    _require(environ, (*(f"SLURM_{name}" for name in numbers), layout), SRUN)
     tasks = _slurm_tasks_per_node(environ[layout])
     node = _integer(environ, "SLURM_NODEID")
     if node >= len(tasks):
@@ -234,8 +235,7 @@ def _from_open_mpi(environ: Mapping[str, str]) -> Rendezvous | None:
         return None
     names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
     _require(environ, names)
-    size = _integer(environ, "OMPI_COMM_WORLD_SIZE")
-    if size == 1:
+    if (size := _integer(environ, "OMPI_COMM_WORLD_SIZE")) == 1:
         return None
     rank, local_rank, local_size = (_integer(environ, name) for name in names)
     return Rendezvous(
@@ -285,13 +285,12 @@ def _local_device_ids(
     return tuple(range(local_rank * share, (local_rank + 1) * share))
 
 
-def _require(environ: Mapping[str, str], names: Sequence[str]) -> None:
-    missing = [name for name in names if name not in environ]
-    if missing:
+def _require(environ: Mapping[str, str], names: Sequence[str], remedy: str = ALL) -> None:
+    if missing := [name for name in names if name not in environ]:
         present = {name: environ[name] for name in names if name in environ}
         raise ValueError(
             f"the launcher's environment is incomplete: {present} without {', '.join(missing)}: "
-            "set all of them, or none for a single process"
+            f"{remedy} for a single process"
         )
 
 

@@ -129,7 +129,7 @@ def analyze_work(work: Workload, cluster: Cluster) -> Analytic:
         max_targets=config.data.max_targets,
     )
     return Analytic(
-        parameters=parameter_counts(model, axes["tensor"], axes["pipe"]),
+        parameters=parameter_counts(model),
         memory=device_memory(work, cluster.memory),
         activations=activations_by_mode(work),
         capacity=cluster.capacity,

@@ -154,12 +154,17 @@ def parse_cluster(text: str) -> Cluster:
     if name not in _CLUSTER_GPUS:
         known = ", ".join(_CLUSTER_GPUS)
         raise ValueError(f"hardware={text!r}: no GPU is named {name!r}; choose from {known}")
-    if count < 1 or (count > GPUS_A_NODE and count % GPUS_A_NODE):
+    if not has_whole_nodes(count):
         raise ValueError(
             f"hardware={text!r}: {count} GPUs do not make nodes of {GPUS_A_NODE}: choose 1 to "
             f"{GPUS_A_NODE}, or a multiple of {GPUS_A_NODE}"
         )
     return cluster(name, count)
+
+
+def has_whole_nodes(count: int) -> bool:
+    """Whether GPUs make whole nodes, or are a part of one."""
+    return 0 < count <= GPUS_A_NODE or (count > 0 and count % GPUS_A_NODE == 0)
 
 
 def cluster(name: str, count: int) -> Cluster:

@@ -8,12 +8,12 @@ from maxmeg.config.parallel import ParallelConfig, Schedule
 from maxmeg.config.recompute import POLICIES
 from maxmeg.config.schema import Config
 from maxmeg.config.setting import declared_problems, with_fields
-from maxmeg.config.validate import axis_sizes, layout_problems, validate
+from maxmeg.config.validate import axis_sizes, batch_unit, layout_problems, validate
 from maxmeg.ops.backend import Device
 from maxmeg.planning.analytic import analyze_work
 from maxmeg.planning.cost.memory import device_memory, parameter_memory
 from maxmeg.planning.cost.workload import workload
-from maxmeg.planning.hardware import GPUS_A_NODE, Cluster
+from maxmeg.planning.hardware import GPUS_A_NODE, Cluster, has_whole_nodes
 from maxmeg.planning.report import MARGIN, Analytic
 
 MICRO_BATCHES = (1, 2, 4, 8)
@@ -179,6 +179,24 @@ def orders(config: Config, pipe: int, microbatches: int) -> Iterator[dict]:
 def divisors(number: int) -> list[int]:
     small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
     return small + [number // d for d in reversed(small) if d * d != number]
+
+
+def check_count(config: Config, cluster: Cluster) -> None:
+    """ValueError, with the nearest counts, for a number of GPUs that leaves parallel.fsdp=0 a size
+    by which width or batch are not divisible."""
+    sizes, count = axis_sizes(config.parallel, cluster.count), cluster.count
+    others, unit = count // sizes["fsdp"], batch_unit(config, sizes | {"fsdp": 1})
+    width, batch = config.model.hidden_size, config.train.global_batch_size
+    fitting = [size for size in divisors(width) if batch % (unit * size) == 0]
+    counts = [n for n in (others * size for size in fitting) if has_whole_nodes(n)]
+    if config.parallel.fsdp or sizes["fsdp"] in fitting or not counts:
+        return
+    nearest = {*[n for n in counts if n < count][-1:], *[n for n in counts if n > count][:1]}
+    raise ValueError(
+        f"hardware={cluster.name}x{count} leaves parallel.fsdp={sizes['fsdp']}, by which model."
+        f"hidden_size={width} or train.global_batch_size={batch} is not divisible: choose "
+        f"{' or '.join(map(str, sorted(nearest)))} GPUs, other sizes in parallel.*, or --search"
+    )
 
 
 def usable(cluster: Cluster) -> float:

@@ -12,6 +12,9 @@ import pytest
 
 from maxmeg.__main__ import main
 from maxmeg.config.commands import COMMANDS
+from maxmeg.config.help import WIDTH
+from maxmeg.config.schema import Config
+from maxmeg.config.setting import walk
 
 CPU_SECONDS = 1.5
 TRAIN = "train --config=gpt "
@@ -24,7 +27,9 @@ MISTAKES = [
     ("train --config", "--config has no value: write --config=VALUE"),
     ("train --config=finetune", "which model? write --config=finetune:FOLDER"),
     (TRAIN + "--train.num_step=3", "flag --train.num_step: did you mean --train.num_steps"),
-    (TRAIN + "--learning_rate=3", "did you mean --optim.lr?"),
+    (TRAIN + "--noseed", "unknown flag --noseed: did you mean --seed?"),
+    (TRAIN + "--candidates=8", "unknown flag --candidates: see --help"),
+    (TRAIN + "--fp4-recipe=nvfp4", "here it is --train.quantization.recipe"),
     (TRAIN + "--training.steps=3", "did you mean --train.num_steps?"),
     (TRAIN + "--checkpoint.interval=3", "did you mean --checkpoint.save_every?"),
     (TRAIN + "--use_lora", "did you mean --lora.rank?"),
@@ -36,10 +41,11 @@ MISTAKES = [
     (TRAIN + "--optim.lr=fast", "optim.lr='fast' .*: expected a finite number"),
     (TRAIN + "--optim=3", "optim is a section: set its fields, for example --optim.optimizer"),
     (TRAIN + "--model.num_layers=0", "model.num_layers=0 must be at least 1"),
-    (TRAIN + "--train.num_steps=1.5", "train.num_steps='1.5' .*: expected a whole number"),
+    (TRAIN + "--train.num_steps=1.0005k", "num_steps='1.0005k' .*: expected a whole number"),
+    (TRAIN + "--train.global_batch_size=4B", "global_batch_size=4000000000 must be at most"),
+    (TRAIN + "--data.sequence_length=0", "data.sequence_length=0 must be at least 1"),
     (TRAIN + "--print_config=all", "unknown flag --print_config"),
     ("config dif gpt x", "maxmeg config dif gpt x: write maxmeg config diff A B"),
-    ("plan --config=gpt --hardwear=h100x8", "did you mean --hardware?"),
     ("generate --promt=a", "unknown flag --promt: did you mean --prompt?"),
     ("evaluate --eval_iters=3", "did you mean --num_batches?"),
     ("convert --output=x", "--input is missing: folder of Hugging Face, Megatron or a run"),
@@ -50,7 +56,6 @@ MISTAKES = [
     (TRAIN + "--model.moe.num_experts=8", "model.moe.num_experts: no layer of model.layers="),
     (TRAIN + "--config=moe", "--config is given twice, gpt and moe: leave one out"),
     (TRAIN + "--model.num_layers=100000000", "num_layers=100000000 must be .* at most 10000"),
-    (TRAIN + "--model.mtp.num_layers=1000000000", "mtp.num_layers=1000000000 must be"),
     (TRAIN + f"--train.num_steps={10**20}", f"must be at most {2**53} and at least 1"),
     (TRAIN + "--run_dir=", "run_dir is empty: name the folder of the run"),
     (TRAIN + "--run_dir=gs://b/run", "run_dir=gs://b/run must be a folder: checkpoint.dir alone"),
@@ -61,8 +66,8 @@ MISTAKES = [
     ("generate runs/none --prompt=a", "holds no checkpoint: give the run_dir of a training run"),
     ("generate", "give either --prompt=TEXT, once or more, or --prompts=FILE.jsonl"),
     ("evaluate runs/none --split=tets", "split='tets' must be one of train, validation, test"),
-    ("plan --config=gpt --hardware=h100", "hardware='h100' is not NAMExCOUNT, as h100x64"),
-    ("plan --config=gpt --search", "--search needs GPUs: give --hardware=NAMExCOUNT"),
+    ("plan --config=llama3-8b --hardware=h100x7", "h100x7 leaves .*fsdp=7, .*: choose 4 or 8 GPUs"),
+    (f"plan --config=llama3-8b --hardware=h100x{10**12 - 8}", "leaves .*: choose 512 GPUs"),
     ("plot none", "none is not the folder of a run: it has no metrics.jsonl"),
     ("plan llama3-8b --hardware=h100x8", "did you mean --config=llama3-8b?"),
     ("plan --config=gpt --gpus=h100x8", "did you mean --hardware?"),
@@ -73,6 +78,11 @@ MISTAKES = [
     ("convert --model=x --output=y", "did you mean --input?"),
     ("chat runs/lr=3", "runs/lr=3/checkpoints holds no checkpoint"),
     ("tokenize", "unknown command 'tokenize': did you mean preprocess?"),
+    (
+        TRAIN + "--help=optin",
+        "no group .* did you mean optim? There are run, model, data, .*, and all",
+    ),
+    ("serve --help=optim", "this command takes no settings of a run: write --help"),
     ("train --config=GPT", "did you mean gpt2-124m"),
     (
         "plan --config=gpt --hardware=h100x8 --data.tokenizer=a.model",
@@ -116,7 +126,19 @@ def test_a_command_is_there(name, capsys):
     if not COMMANDS[name].arguments:
         main(["help", name])
         shown = capsys.readouterr().out
-        assert ("--optim.lr (" in shown) == (COMMANDS[name].config is not False)
+        assert max(map(len, shown.splitlines())) <= WIDTH and shown.count("\n") <= 50
+        assert ("--optim.lr (" in shown) == (COMMANDS[name].config is True)
+        assert ("optim 4" in shown) == (COMMANDS[name].config is not False)
+
+
+def test_help_shows_all_settings_or_a_group(capsys):
+    paths = [f"  --{path} (" for path, _, _ in walk(Config())]
+    for group, start in (("all", ""), ("model.mup", "model.mup."), ("optim", "optim.")):
+        main(["train", f"--help={group}"])
+        shown = capsys.readouterr().out
+        named = [path for path in paths if path.startswith(f"  --{start}")]
+        assert [path for path in paths if path in shown] == named
+        assert max(map(len, shown.splitlines())) <= WIDTH
 
 
 @pytest.mark.parametrize(("line", "answer"), MISTAKES)
@@ -126,7 +148,7 @@ def test_a_mistake_is_answered_in_one_line(line, answer, capsys, tmp_path, monke
         main(line.split())
     printed = capsys.readouterr()
     assert (stop.value.code, printed.out) == (2, "")
-    assert re.match(f"error: .*{pattern(answer)}", printed.err.splitlines()[0])
+    assert re.fullmatch(f"error: .*{pattern(answer)}.*\n", printed.err)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -19,7 +19,7 @@ from maxmeg.config.model import ModelConfig, Norm
 from maxmeg.config.named import built_in
 from maxmeg.config.options import Chat
 from maxmeg.config.schema import Config, LrDecay
-from maxmeg.config.setting import get, setting, walk, with_fields
+from maxmeg.config.setting import get, setting, with_fields
 from maxmeg.config.validate import check_settings
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -62,7 +62,7 @@ def changed():
     config.optim.lr, config.optim.eps = 1.2345678901234567e-4, 1e-300
     config.data.paths = ("a: b", "null", "1")
     config.train.batch_rampup = (16, 8, 300000)
-    config.train.batch_schedule = "0:768 250B:1536"
+    config.train.batch_schedule, config.model.max_position = "0:768 250B:1536", 512
     config.model.norm, config.optim.decay = Norm.layernorm, LrDecay.inverse_square_root
     config.model.attention.bias_qkv, config.run_dir = True, "läuft/π"
     return config
@@ -159,6 +159,7 @@ def test_overrides_of_every_type(config_file):
         " --train.batch_rampup 16,8,300000 --config.model.attention.bias_qkv"
         f" --nolog.tensorboard --config.model.norm layernorm --config {config_file}:tiny"
         " model.num_layers=1e1 --config.train.batch_schedule=0:8 --seed=7 --noconfig.model.tied"
+        " --train.num_steps=1.5k"
     )
     config, options = flags.parse(line.split())
     assert options is None
@@ -166,7 +167,7 @@ def test_overrides_of_every_type(config_file):
     assert config.train.batch_rampup == (16, 8, 300000) and config.model.attention.bias_qkv
     assert not config.log.tensorboard and config.model.norm is Norm.layernorm
     assert config.model.num_layers == 10 and config.train.batch_schedule == "0:8"
-    assert config.seed == 7 and not config.model.tied
+    assert (config.seed, config.train.num_steps) == (7, 1500) and not config.model.tied
     assert flags.parse(["prog", f"--config={config_file}"])[0] == Config()
 
 
@@ -180,22 +181,6 @@ def test_options_of_a_command(config_file):
     assert config is None and options == Options("x")
     with pytest.raises(ValueError, match="--output is missing: file to write"):
         flags.parse(["prog"], Options, needs_config=False)
-
-
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
-        ("--config.model.num_layer=3", "did you mean --model.num_layers"),
-        ("--config.seed", "write --config.seed=VALUE"),
-        ("--noseed", "unknown flag --noseed: did you mean --seed"),
-        ("--config.model.dropout=0", "did you mean --model.dropout_hidden[?]"),
-        ("--candidates=8", "unknown flag --candidates: see --help"),
-        ("--fp4-recipe=nvfp4", "here it is --train.quantization.recipe"),
-    ],
-)
-def test_mistakes_on_the_command_line(config_file, argument, message):
-    with pytest.raises(ValueError, match=message):
-        flags.parse(["prog", f"--config={config_file}", "--output=x", argument], Options)
 
 
 def test_mistakes_in_the_config_file(config_file, tmp_path):
@@ -282,22 +267,12 @@ def test_the_path_of_a_built_in_configuration(tmp_path, monkeypatch, capsys):
     assert load("configs/gpt.py") == (Config(), "") and load("gpt")[0] != Config()
 
 
-def fail_for_user(config):
-    raise ValueError("num_heads=30 is not divisible by 4: choose 28 or 32")
-
-
 def fail_inside(config):
     int("x")
 
 
-def test_user_errors_are_one_line_and_bugs_keep_their_traceback(config_file, capsys):
+def test_bugs_keep_their_traceback(config_file):
     argv = ["prog", f"--config={config_file}"]
-    with pytest.raises(SystemExit) as stop:
-        flags.run_command(fail_for_user, argv=argv)
-    assert stop.value.code == 2
-    assert capsys.readouterr().err == (
-        "error: num_heads=30 is not divisible by 4: choose 28 or 32\n"
-    )
     with pytest.raises(ValueError, match="invalid literal"):
         flags.run_command(fail_inside, argv=argv)
 
@@ -328,13 +303,6 @@ def test_names_of_other_frameworks_are_of_fields_that_exist():
     kinds = [command.options for command in COMMANDS.values() if command.options]
     options = [field.name for kind in kinds for field in fields(kind)]
     assert set(hints.SYNONYMS) <= {*files.leaves(Config), *options, *COMMANDS}
-
-
-def test_help_names_every_field_and_option():
-    text = flags.describe("", Options)
-    for path, _, _ in walk(Config()):
-        assert f"--{path} (" in text
-    assert "--output (required): file to write" in text
 
 
 def test_reference_is_current():

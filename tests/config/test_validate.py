@@ -220,7 +220,7 @@ def test_values_outside_declared_bounds_are_refused(path):
 def test_every_broken_rule_is_listed_at_once():
     settings = {
         "model.attention.num_kv_heads": 3,
-        "train.num_steps": 0,
+        "optim.min_lr": 1.0,
         "train.global_batch_size": 7,
     }
     with pytest.raises(ValueError) as error:

@@ -108,7 +108,7 @@ def test_the_cluster_is_detected(environ: dict[str, str], expected: Rendezvous |
         (LOCAL | {"MAXMEG_PROCESS_ID": "one"}, "MAXMEG_PROCESS_ID='one' is not a whole number"),
         (LOCAL | {"MAXMEG_COORDINATOR": "host"}, "'host' is not HOST:PORT"),
         ({"JAX_COORDINATOR_ADDRESS": "h:1"}, "without JAX_NUM_PROCESSES, JAX_PROCESS_ID"),
-        (without(SLURM, "SLURM_PROCID"), "without SLURM_PROCID"),
+        (without(SLURM, "SLURM_PROCID"), "without SLURM_PROCID: start it with srun, or"),
         (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "two"}, "'two' is not like"),
         (SLURM | {"SLURM_NODEID": "3"}, "SLURM_NODEID=3 has no entry"),
         (SLURM | {"SLURM_GPUS_ON_NODE": "3"}, "3 GPUs do not divide among the 2 processes"),

@@ -328,9 +328,10 @@ def test_initial_weights_have_their_deviations(scaled):
 
 def test_a_model_that_cannot_be_is_refused_in_python():
     """With all problems. (More of them: config/test_validate.py.)"""
-    fields = {"position": Position.learned, "max_position": 0, "num_layers": 0, "vocab_size": 0}
+    fields = {"position": Position.learned, "max_position": 0, "vocab_size": 0}
+    fields["parallel_norms"] = True
     config = with_fields(ModelConfig(), fields)
     with pytest.raises(ValueError) as refused:
         jax.eval_shape(lambda key: LM(key, config), jax.random.key(0))
-    for problem in ("max_position=0 with", "num_layers=0 must", "vocab_size=0: set it to the tok"):
+    for problem in ("max_position=0 with", "parallel_norms=true needs", "vocab_size=0: set"):
         assert problem in str(refused.value)

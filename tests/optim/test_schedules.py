@@ -39,7 +39,7 @@ def run(**settings):
 )
 def test_warm_up_of_the_configs_shrinks_with_the_run(name, steps, warmup, tmp_path):
     """A smoke run of 1 step works with each; a run of the usual length has the usual warm-up."""
-    files.save(Config(), tmp_path / "config.yaml")
+    files.save(run(model__max_position=64), tmp_path / "config.yaml")
     named = name.format(folder=tmp_path)
 
     def schedules(*flags):

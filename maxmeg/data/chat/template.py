@@ -193,6 +193,15 @@ def load_chat_template(tokenizer: Tokenizer, path: str = "") -> ChatTemplate:
     return ChatTemplate(text, source, special_tokens(config) | named)
 
 
+def has_chat_template(tokenizer: Tokenizer, path: str = "") -> bool:
+    """Whether `load_chat_template` finds a template."""
+    try:
+        load_chat_template(tokenizer, path)
+    except ValueError:
+        return False
+    return True
+
+
 def _read_template(path: str) -> tuple[str, str]:
     try:
         return Path(path).read_text("utf-8"), path

@@ -343,9 +343,9 @@ def _units(key: frozenset, tensor: int, how: frozenset, ratio: float) -> tuple[U
     )
 
 
-def parameter_counts(model: ModelConfig, tensor: int = 1, pipe: int = 1) -> dict[str, int]:
-    """Number of parameters by kind, the vocabulary padded for `tensor` and `pipe`."""
-    return dict(_counts(parameters(model), model.padded_vocab_size(tensor, pipe)))
+def parameter_counts(model: ModelConfig) -> dict[str, int]:
+    """Number of parameters by kind, without the padding of the vocabulary."""
+    return dict(_counts(parameters(model), model.vocab_size))
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,0 +1,124 @@
+"""What --help prints: a command, its options, the settings that are changed most, and how to see
+the others."""
+
+import collections
+import dataclasses
+import textwrap
+import typing
+from collections.abc import Iterator, Sequence
+
+from maxmeg.config import files
+from maxmeg.config.hints import nearest
+from maxmeg.config.named import EXAMPLES
+from maxmeg.config.schema import Config
+from maxmeg.config.setting import walk
+
+WIDTH = 80
+EMPTY = '""'
+_FLAGS = {"--help", "-h", "-help", "--helpfull"}
+_EVERY, _TOP = "all", "run"  # all groups; the group of the settings without a section
+COMMON = (
+    *("run_dir", "data.paths", "data.tokenizer", "data.sequence_length"),
+    *("train.num_steps", "train.global_batch_size", "train.micro_batch_size", "train.eval_every"),
+    *("optim.lr", "optim.warmup_fraction", "model.num_layers", "model.hidden_size"),
+    *("parallel.tensor", "parallel.pipe", "checkpoint.save_every", "lora.rank"),
+)
+
+
+def asked_help(arguments: Sequence[str]) -> str | None:
+    """Return the GROUP of --help=GROUP, "" for --help alone; None without either."""
+    for argument in arguments:
+        flag, _, group = argument.partition("=")
+        if flag in _FLAGS:
+            return group or _EVERY * (flag == "--helpfull")
+    return None
+
+
+def describe(
+    summary: str, options: type | None = None, has_settings: bool | None = True, group: str = ""
+) -> str:
+    """Return the help text of a command, in lines of at most WIDTH columns.
+
+    summary: the command's docstring. has_settings: whether it takes those of a run; None: with
+    --config. group: "all", or the settings to list instead. ValueError for an unknown group.
+    """
+    if group and group != _EVERY:
+        return "\n".join(_lines_of(group, has_settings))
+    lines = [*_paragraphs(summary)]
+    if options is not None:
+        lines += ["", "options:"]
+        for field in dataclasses.fields(options):
+            is_required = field.default is dataclasses.MISSING
+            default = "required" if is_required else files.text(field.default)
+            lines += _entry(field.name, default, field.metadata.get("doc", ""))
+    if has_settings is False:
+        return "\n".join(lines)
+    names = f"--config names the run: configs/gpt.py (in short gpt), {EXAMPLES}. "
+    names += "--print_config prints its settings, --print_config=diff those that are changed."
+    lines += ["", *textwrap.wrap(names, WIDTH)]
+    if group == _EVERY:
+        for name in _groups():
+            lines += ["", f"{name}:", *_lines_of(name, has_settings)]
+        return "\n".join(lines)
+    if has_settings:
+        lines += ["", "settings that are changed most (defaults):"]
+        declared = {path: (value, field) for path, value, field in walk(Config())}
+        for path in COMMON:
+            value, field = declared[path]
+            lines.append(_brief(path, files.text(value), field.metadata["doc"]))
+    counts = ", ".join(f"{name} {count}" for name, count in _groups().items())
+    more = f"All settings: --help=all. Those of a group: --help=GROUP, one of {counts}."
+    return "\n".join([*lines, "", *textwrap.wrap(more, WIDTH)])
+
+
+def _groups() -> dict[str, int]:
+    """Return the number of settings of each group."""
+    sections = (path.partition(".") for path, _, _ in walk(Config()))
+    return collections.Counter(name if dot else _TOP for name, dot, _ in sections)
+
+
+def _lines_of(group: str, has_settings: bool | None) -> Iterator[str]:
+    """Yield the settings of a group, or of a part of it such as model.attention."""
+    if has_settings is False:
+        raise ValueError(f"--help={group}: this command takes no settings of a run: write --help")
+    entries = [
+        (path, value, field)
+        for path, value, field in walk(Config())
+        if path.startswith(f"{group}.") or (group == _TOP and "." not in path)
+    ]
+    if not entries:
+        near = nearest(group, _groups())
+        hint = f"did you mean {near}? " if near else ""
+        raise ValueError(
+            f"--help={group}: no group of settings has this name: {hint}There are "
+            f"{', '.join(_groups())}, and all"
+        )
+    for path, value, field in entries:
+        yield from _entry(path, files.text(value), field.metadata["doc"])
+
+
+def _entry(name: str, default: str, doc: str) -> list[str]:
+    return _wrapped(f"--{name} ({default or EMPTY}): {doc}", "  ", "      ")
+
+
+def _brief(name: str, default: str, doc: str) -> str:
+    """Return the first clauses of an entry that fit on one line."""
+    head = f"  --{name} ({default or EMPTY}): "
+    for end in ("; ", ": ", ", "):
+        doc = doc if len(head + doc) <= WIDTH else doc.partition(end)[0]
+    return head + textwrap.shorten(doc, WIDTH - len(head), placeholder=" ...")
+
+
+def _wrapped(text: str, first: str, rest: str) -> list[str]:
+    indents: dict[str, typing.Any] = {"initial_indent": first, "subsequent_indent": rest}
+    return textwrap.wrap(text, WIDTH, break_on_hyphens=False, **indents)
+
+
+def _paragraphs(summary: str) -> Iterator[str]:
+    """Yield the lines of a docstring; indented ones, which are commands, as they stand."""
+    for number, paragraph in enumerate(summary.strip().split("\n\n")):
+        yield from [""] * bool(number)
+        if paragraph.startswith(" "):
+            yield from paragraph.splitlines()
+        else:
+            yield from _wrapped(" ".join(paragraph.split()), "", "")
