@@ -27,7 +27,7 @@ from maxmeg.data.resuming import record_order
 from maxmeg.data.sample_prompt import sample_prompt
 from maxmeg.data.source import Corpora, Source
 from maxmeg.evals.perplexity import StopRequested, mean_loss, validation_metrics
-from maxmeg.inference.engine import sample_at_end
+from maxmeg.inference.samples import sample_at_end
 from maxmeg.objectives.objective import Objective
 from maxmeg.ops.attention.call import warn_of_xla
 from maxmeg.optim.schedules import Origin, Schedules

@@ -14,15 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from maxmeg.config.mixers import RotaryScaling
 from maxmeg.config.model import ModelConfig
-from maxmeg.config.schema import Config
 from maxmeg.data.samples.aligned import start_token
-from maxmeg.data.tokenizers.tokenizer import Tokenizer
 from maxmeg.inference.grammar import Grammars, Masks, Matcher
-from maxmeg.inference.load import Trained, load_run, without_pipeline
+from maxmeg.inference.load import Trained
 from maxmeg.inference.programs import Programs, Read
 from maxmeg.inference.prompts import end_tokens, prompt_tokens
 from maxmeg.inference.requests import (
@@ -38,7 +35,6 @@ from maxmeg.inference.sampling import Sampling
 from maxmeg.inference.scheduler import Chunk, Job, Limits, Scheduler, Token
 from maxmeg.inference.speculation import NGrams
 from maxmeg.inference.text import Text
-from maxmeg.models.lm import LM
 
 LANES = 8  # requests at a time on each replica
 CPU_LANES = 2  # at least: XLA multiplies one row by a matrix 20 times slower than two
@@ -48,7 +44,6 @@ CHUNK = 256  # most tokens of a prompt that are read at once
 START_TOKENS = 2  # of a target, read with its source: the first and, since CPUs like it, padding
 PREFILL_TOKENS = 2048  # of prompts that are read while other requests wait for a token
 DEFAULT_TOKENS = 100  # of a reply
-SAMPLE_TOKENS = 200  # that a run generates when training ends
 TURN = 256  # requests at most that come later and yet go before the next reply of a request
 MASK_SECONDS = 0.001  # that a step waits for masks of grammars that are not slow
 IDLE_SECONDS = 0.02  # that a step waits for a mask if there is nothing else to do
@@ -465,42 +460,3 @@ def row_length(model: ModelConfig, reply: Reply, cached: int) -> int:
         longest = length + reply.request.num_tokens
         return rotary.original_length + (longest > rotary.original_length)
     return max(length, cached + 1) if rotary.scaling is RotaryScaling.dynamic else 0
-
-
-def continue_text(
-    trained: Trained, prompt: str, num_tokens: int, sampling: Sampling, seed: int
-) -> str:
-    """Return the continuation of a prompt up to the first end of a document.
-
-    No BOS token is prepended: documents in training have none.
-    """
-    ids = trained.tokenizer.encode(prompt)
-    ends = end_tokens(trained.tokenizer, trained.config.model.vocab_size)
-    engine = Engine(trained, lanes=1)
-    return engine.generate([ids], Request(num_tokens, sampling, ends), seed)[0].text
-
-
-def sample_at_end(
-    prompt: str, model: LM, config: Config, tokenizer: Tokenizer, step: int, mesh: Mesh, saved: bool
-) -> str:
-    """Return a prompt with the continuation by the trained model.
-
-    saved: whether there is a checkpoint of `step`. From it the model is read onto one device if the
-    devices are virtual ones of this process's CPU, and with a pipeline onto a mesh without one;
-    "" for a pipeline that is not saved.
-    """
-    average, pipelined = config.optim.ema.evaluates, mesh.shape["pipe"] > 1
-    trained = Trained(model, config, tokenizer, step, mesh)
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
-    if saved and on_cpu and mesh.size > 1 and not mesh.is_multi_process:
-        # XLA may start collectives that do not depend on each other, as small steps of decoding
-        # have many, in another order on each virtual device of a busy CPU: they wait forever.
-        trained = load_run(config.run_dir, step, average=average)
-    elif saved and pipelined:
-        mesh = without_pipeline(mesh, config.model.hidden_size)
-        trained = load_run(config.run_dir, step, mesh, average=average)
-    elif pipelined:
-        return ""
-    room = config.model.max_position - len(tokenizer.encode(prompt))
-    sampling = Sampling(temperature=0.5, top_k=40)
-    return prompt + continue_text(trained, prompt, min(SAMPLE_TOKENS, room), sampling, config.seed)
