@@ -77,13 +77,10 @@ def large_prompts(address: tuple[str, int], seed: int) -> Iterator[int]:
 def slow_readers(address: tuple[str, int], seed: int) -> Iterator[int]:
     """Streams that nobody reads."""
     body = json.dumps({"prompt": "a", "max_tokens": 1000, "n": 4, "stream": True, "logprobs": 5})
-    for _ in itertools.count():
-        connections = [opened(address) for _ in range(4)]
-        for connection in connections:
+    while True:
+        with contextlib.closing(opened(address)) as connection:
             connection.sendall(head("/v1/completions", len(body)) + body.encode())
-        time.sleep(20)
-        for connection in connections:
-            connection.close()
+            time.sleep(20)
         yield 0
 
 

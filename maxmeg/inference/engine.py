@@ -44,10 +44,9 @@ CHUNK = 256  # most tokens of a prompt that are read at once
 START_TOKENS = 2  # of a target, read with its source: the first and, since CPUs like it, padding
 PREFILL_TOKENS = 2048  # of prompts that are read while other requests wait for a token
 DEFAULT_TOKENS = 100  # of a reply
-TURN = 256  # requests at most that come later and yet go before the next reply of a request
+TURN = 256  # later requests that may go before the next reply of a request, or a slow grammar's
 MASK_SECONDS = 0.001  # that a step waits for masks of grammars that are not slow
 IDLE_SECONDS = 0.02  # that a step waits for a mask if there is nothing else to do
-BUSY_SECONDS = 0.25  # CPU time that a slow grammar may take while other requests wait for a lane
 
 Step = dict[int, Chunk | Token]  # its rows, by their index in the array that the programs get
 
@@ -55,13 +54,15 @@ Step = dict[int, Chunk | Token]  # its rows, by their index in the array that th
 @dataclasses.dataclass
 class Active:
     """A reply that goes on: its text, how far it has followed its grammar, the mask of its next
-    token, and its proposals."""
+    token, and its proposals. is_late: whether it goes behind TURN later requests, since its grammar
+    is slow."""
 
     reply: Reply
     text: Text
     matcher: Matcher | None
     proposer: NGrams | None
     mask: "concurrent.futures.Future[np.ndarray] | None" = None
+    is_late: bool = False
 
 
 @dataclasses.dataclass
@@ -222,8 +223,6 @@ class Engine:
             self._take_masks(IDLE_SECONDS, slow=True)
         if self._started and (len(self._started) > 1 or not rows):
             self._finish(self._started.popleft())
-        if self.scheduler.waiting and self._decides:
-            self._end_slowest()
         return bool(self._active or self._started)
 
     @property
@@ -245,23 +244,9 @@ class Engine:
         concurrent.futures.wait(awaited, seconds if self._decides else None, until)
         for job, active in lacking.items():
             job.needs_mask = active.mask is None or not active.mask.done()
-
-    def _end_slowest(self) -> None:
-        """End the reply with the slowest grammar, while other requests wait for its lane."""
-        matchers = {
-            job: active.matcher
-            for job, active in self._active.items()
-            if job.lane is not None and active.matcher and active.matcher.is_slow
-        }
-        job = max(matchers, key=lambda job: matchers[job].spent, default=None)
-        if job and matchers[job].spent > BUSY_SECONDS:
-            took = 1000 * matchers[job].mean
-            self._end(
-                job,
-                "grammar",
-                f"the grammar takes {took:.0f} ms for each token, and other requests wait: use one "
-                "with fewer ways to read a text, or try again later",
-            )
+            is_slow = active.matcher is not None and active.matcher.is_slow
+            if is_slow and not active.is_late and job.lane is not None and self._decides:
+                active.is_late, job.number = True, job.number + TURN
 
     def generate(
         self, prompts: Sequence[np.ndarray | str], request: Request | Sampling, seed: int = 0
