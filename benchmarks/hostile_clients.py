@@ -10,6 +10,7 @@ maxmeg.serve. Needs maxmeg[serve] and Linux; the run's context should be 1,024 t
 
 import argparse
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -59,19 +60,24 @@ def grammars(address: tuple[str, int], seed: int) -> Iterator[int]:
         yield request(address, "/v1/completions", json.dumps(body).encode())
 
 
-def large_prompts(address: tuple[str, int], seed: int) -> Iterator[int]:
-    """Bodies of the largest size: one text, many tokens, one message, many messages."""
+@functools.cache
+def large_bodies() -> list[tuple[str, bytes]]:
+    """Bodies of the largest size: one text, many tokens, many lists, one message, many messages."""
     message = {"role": "user", "content": "a" * 8}
     bodies = [
         ("/v1/completions", {"prompt": "a" * LARGE}),
         ("/v1/completions", {"prompt": [7] * (LARGE // 3)}),
+        ("/v1/completions", {"prompt": [[7]] * (LARGE // 5)}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "é" * (LARGE // 6)}]}),
         ("/v1/chat/completions", {"messages": [message] * (LARGE // 45)}),
         ("/tokenize", {"prompt": "a b" * (LARGE // 3)}),
     ]
-    sent = [(path, json.dumps(body).encode()) for path, body in bodies]
-    for number in itertools.count(seed):
-        yield request(address, *sent[number % len(sent)])
+    return [(path, json.dumps(body).encode()) for path, body in bodies]
+
+
+def large_prompts(address: tuple[str, int], seed: int) -> Iterator[int]:
+    for path, body in itertools.cycle(large_bodies()[seed:] + large_bodies()[:seed]):
+        yield request(address, path, body)
 
 
 def slow_readers(address: tuple[str, int], seed: int) -> Iterator[int]:
@@ -139,6 +145,8 @@ def attack(kind: str, address: tuple[str, int]) -> None:
                 counts[type(error).__name__] += 1
                 time.sleep(0.1 + random.random() / 10)
 
+    large_bodies()
+    print("ready", flush=True)
     for seed in range(EACH):
         threading.Thread(target=run, args=(seed,), daemon=True).start()
     sys.stdin.read()  # until the benchmark closes it
@@ -150,15 +158,21 @@ def attacked(kinds: list[str], address: tuple[str, int]) -> Iterator[None]:
     """Hostile clients while the block runs."""
     command = [sys.executable, __file__, f"--address={address[0]}:{address[1]}"]
     started = [
-        subprocess.Popen([*command, f"--kinds={kind}"], stdin=subprocess.PIPE) for kind in kinds
+        subprocess.Popen(
+            [*command, f"--kinds={kind}"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for kind in kinds
     ]
     try:
+        for process in started:
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
         yield
     finally:
         for process in started:
-            assert process.stdin is not None
-            process.stdin.close()
-            process.wait(30)
+            print(process.communicate(timeout=60)[0], end="")
 
 
 def state(server: Server) -> tuple[float, int, int]:
@@ -208,7 +222,7 @@ def main() -> int:
         cells, alone, _ = measured(server, address, min(options.seconds, 20))
         print(ROW.format("none", *cells), flush=True)
         with attacked(kinds, address):
-            time.sleep(2)
+            time.sleep(5)
             cells, median, failed = measured(server, address, options.seconds)
             print(ROW.format(len(kinds) * EACH, *cells), flush=True)
         ended = server.process.poll() is not None

@@ -5,6 +5,7 @@ one text, to 10 s, if they are millions of small lists.
 """
 
 import asyncio
+import contextlib
 import time
 
 from starlette.requests import ClientDisconnect
@@ -15,9 +16,9 @@ from maxmeg.server.errors import ApiError
 SMALL_BYTES = 2**18  # any number of bodies up to this size may be read at once
 LARGE = 4  # larger ones that are read at once
 READ_SECONDS = 60.0  # for a body to arrive
-BYTE_SECONDS, VALUE_SECONDS = 1.5e-8, 5e-6  # to parse a byte of text, and one of JSON's values
+BYTE_SECONDS, VALUE_SECONDS = 2e-8, 5e-6  # to read and parse a byte, and one of JSON's values
 FREE_SECONDS = 0.02  # of parsing that no request waits for
-SHARE = 0.2  # of the time, at most, in which longer bodies are parsed
+SHARE = 0.1  # of the time, at most, in which longer bodies are read and parsed
 WAIT_SECONDS = 10.0  # at most until a body is parsed
 
 
@@ -32,28 +33,26 @@ class Bodies:
     async def read(self, receive: Receive) -> bytes:
         """Return the body when it may be parsed. ApiError for one that exceeds a limit, does not
         arrive, or would have to wait too long."""
-        try:
-            async with asyncio.timeout(READ_SECONDS):
-                body = await self._read(receive)
-        except TimeoutError:
-            raise ApiError(408, f"the body has not arrived in {READ_SECONDS:g} s") from None
-        values = sum(body.count(sign) for sign in (b",", b"[", b"{"))  # at most
-        if values > self.most_values:
-            raise ApiError(
-                413, f"the body has more than {self.most_values} values: send fewer in a request"
-            )
-        await self._wait(len(body) * BYTE_SECONDS + values * VALUE_SECONDS)
-        return body
-
-    async def _read(self, receive: Receive) -> bytes:
-        body, is_complete = bytearray(), False
-        while not is_complete and len(body) <= SMALL_BYTES:
-            is_complete = await self._extend(body, receive)
-        if not is_complete:
-            async with self._large:
-                while not is_complete:
-                    is_complete = await self._extend(body, receive)
-        return bytes(body)
+        body, is_complete, is_large = bytearray(), False, False
+        async with contextlib.AsyncExitStack() as turn:
+            try:
+                async with asyncio.timeout(READ_SECONDS):
+                    while not is_complete:
+                        if len(body) > SMALL_BYTES and not is_large:
+                            await turn.enter_async_context(self._large)
+                            is_large = True
+                        is_complete = await self._extend(body, receive)
+            except TimeoutError:
+                text = f"the body has not arrived in {READ_SECONDS:g} s"
+                raise ApiError(408, text) from None
+            values = sum(body.count(sign) for sign in (b",", b"[", b"{"))  # at most
+            is_refused = values > self.most_values
+            parsing = 0 if is_refused else values * VALUE_SECONDS
+            await self._wait(len(body) * BYTE_SECONDS + parsing)
+            if is_refused:
+                text = f"the body has more than {self.most_values} values: send fewer in a request"
+                raise ApiError(413, text)
+            return bytes(body)
 
     async def _extend(self, body: bytearray, receive: Receive) -> bool:
         """Add the next part of a body; whether it was the last one."""
