@@ -29,3 +29,41 @@ def folder(path, settings: dict | None = None, **files):
     for name, content in files.items():
         (path / f"{name}.json").write_text(json.dumps(content))
     return load_tokenizer(f"huggingface:{path / 'tokenizer.json'}")
+
+
+def decoding_kinds(path) -> dict[str, str]:
+    """Specs of a tokenizer.json for each kind of decoder, all with the same added tokens."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
+    from tokenizers import pre_tokenizers as splits
+
+    letters = {letter: i for i, letter in enumerate(sorted(splits.ByteLevel.alphabet()))}
+    pieces = ["<unk>", "x", "a", "▁", "▁a", "▁▁", *(f"<0x{byte:02X}>" for byte in range(256))]
+    ids, merges = {piece: i for i, piece in enumerate(pieces)}, [("▁", "a"), ("▁", "▁")]
+    bpe = models.BPE(ids, merges, unk_token="<unk>", byte_fallback=True)
+    unigram = models.Unigram([(piece, -1.0) for piece in pieces], 0, True)
+    to_sign, to_space = normalizers.Replace(" ", "▁"), decoders.Replace("▁", " ")
+    joined, first = [decoders.ByteFallback(), decoders.Fuse()], normalizers.Prepend("▁")
+    inner, strip = decoders.Replace(Regex("[▁]"), " "), decoders.Strip(" ", 1, 0)
+    chain, both = decoders.Sequence, normalizers.Sequence([first, to_sign])
+    space = splits.Metaspace(), chain([joined[0], decoders.Metaspace()])
+    kinds = {
+        "bytes": (models.BPE(letters, []), None, splits.ByteLevel(False), decoders.ByteLevel()),
+        "gemma": (bpe, to_sign, None, chain([to_space, *joined])),
+        "llama": (bpe, both, None, chain([to_space, *joined, strip])),
+        "unigram": (unigram, None, *space),
+        "nested": (bpe, to_sign, None, chain([chain([inner, joined[0]]), joined[1], to_space])),
+        "stripped": (bpe, both, None, chain([to_space, joined[0], strip])),
+        "words": (bpe, None, None, decoders.WordPiece()),
+        "none": (bpe, to_sign, None, None),
+    }
+    added = [AddedToken(name, normalized=False) for name in ("på", "▁▁▁", "\n\n", "Ġx")]
+    added += [AddedToken("ab cd"), AddedToken("<r>", rstrip=True, lstrip=True)]
+    added += [AddedToken("▁▁", normalized=False), AddedToken("w", single_word=True)]
+    for name, (model, normalizer, split, decoder) in kinds.items():
+        made = Tokenizer(model)
+        made.normalizer, made.pre_tokenizer, made.decoder = normalizer, split, decoder
+        made.add_tokens(added)
+        made.add_special_tokens(["<s>"])
+        (path / name).mkdir()
+        made.save(str(path / name / "tokenizer.json"))
+    return {name: f"huggingface:{path / name / 'tokenizer.json'}" for name in kinds}

@@ -21,11 +21,16 @@ class Text:
         self._context = list(prompt[-CONTEXT:])
         self._waiting: list[int] = []
         self._text = self.shown = ""
+        self.begin = 0
 
     def add(self, token: int) -> bool:
         """Add a token; return whether a stop string is complete, which ends the text."""
+        before = self._decoded() if self._waiting else ""
         self._waiting.append(token)
         text = self._decoded()
+        # Bytes that still are U+FFFD when the text goes on were not the beginning of a character.
+        stays = not text.endswith(_INCOMPLETE) and text.startswith(before)
+        self.begin = len(self._text) + len(before if stays else before.rstrip(_INCOMPLETE))
         if text.endswith(_INCOMPLETE) and len(self._waiting) < MOST_WAITING:
             return False
         return self._append(text)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizer_files import decoding_kinds
 
 from maxmeg.data.tokenizers.load import KINDS, load_tokenizer
 from maxmeg.data.tokenizers.tiktoken_ranks import MEGATRON_SPECIAL
@@ -282,6 +283,9 @@ def test_sentencepiece_symbols_and_spaces(tmp_path, vocabularies):
     assert tokenizer.decode(ids) == "the fi <table> <ctl> 東"
     assert control in tokenizer.special_ids and table not in tokenizer.special_ids
     assert tokenizer.sentinels == (tokenizer.token_id("<extra_id_0>"),)
+    assert tokenizer.unk is not None
+    unknown = tokenizer.known_bytes[tokenizer.unk].decode()
+    assert tokenizer.decode([table or 0, tokenizer.unk]) == f"<table>{unknown}"
     text = "a<image> word <image>of"
     marked = encode_placeholders(tokenizer, text, ["<image>"])
     assert tokenizer.decode(marked) == "a<image> word<image>of"
@@ -355,26 +359,32 @@ def test_bytes_of_ids_are_the_bytes_of_the_text(vocabularies, kind):
         assert not lengths[[tokenizer.eod, *tokenizer.special_ids]].any()
 
 
-def test_lengths_of_a_vocabulary_of_pieces(tmp_path):
-    """A tokenizer.json like Llama 2's: words begin with a sign, unknown characters are bytes."""
-    from tokenizers import Tokenizer, decoders, models, normalizers
+def test_bytes_of_ids_are_those_that_a_tokenizer_json_decodes(tmp_path):
+    """Of all decoders, inside a text, also of added tokens; no bytes where others decide them."""
+    texts = " a  x   a a;    x;東京\n\n\n é;på Ġx ▁▁▁▁;ab cd  aw w w;a <r>  a;<0x0A>".split(";")
+    for name, spec in decoding_kinds(tmp_path).items():
+        tokenizer = load_tokenizer(spec)
+        known, lengths = tokenizer.token_bytes(), tokenizer.byte_lengths()
+        if known is None or lengths is None:
+            assert name in ("stripped", "words", "none")
+            continue
+        assert not lengths[tokenizer.model_size - 1]
+        (x,) = tokenizer.encode("xx").tolist()[-1:]
 
-    in_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
-    pieces = ["<unk>", "<s>", *in_bytes, "▁", "a", "b", "▁a", "▁ab"]
-    ids = {piece: i for i, piece in enumerate(pieces)}
-    merges = [("▁", "a"), ("▁a", "b")]
-    model = Tokenizer(models.BPE(ids, merges, unk_token="<unk>", byte_fallback=True))
-    model.normalizer = normalizers.Replace(" ", "▁")
-    model.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
-    model.add_special_tokens(["<s>"])
-    model.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = load_tokenizer(f"huggingface:{tmp_path}")
-    known = tokenizer.token_bytes()
-    assert known is not None and ids["<s>"] not in known
-    for text in (" ab a b", "東京\n", " é"):
-        assert b"".join(known[i] for i in tokenizer.encode(text).tolist()) == text.encode()
+        def inside(ids, tokenizer=tokenizer, x=x):
+            return tokenizer.decode([x, *ids, x])[1:-1]
+
+        for i in range(tokenizer.model_size - 1):
+            assert inside([i]).strip("\ufffd") == known[i].decode("utf-8", "ignore"), (name, i)
+        for text in texts:
+            ids = tokenizer.encode(text).tolist()
+            told = b"".join(map(known.__getitem__, ids))
+            assert told.decode() == inside(ids) and lengths[ids].sum() == len(told), (name, text)
+            if name in ("bytes", "gemma", "nested") and "<r>" not in text:  # none adds spaces
+                assert told.decode() == (text if name == "bytes" else text.replace("▁", " "))
+        marked = load_tokenizer(f"{spec}?special_tokens=<é>")
+        ids = encode_placeholders(marked, "x<é>på", ["<é>"])
+        assert marked.decode(ids[-3:] if name == "bytes" else ids).endswith("x<é>på")
 
 
 def test_ids_that_do_not_tell_their_bytes(vocabularies):

@@ -67,10 +67,16 @@ class Tokenizer(Protocol):
     def token_bytes(self) -> dict[int, bytes] | None:
         """The bytes of each id's text, without special tokens; None if ids do not determine them.
 
-        The bytes of a text's ids are those of the text as the vocabulary represents it: after
-        normalization, including a space that is put before the text.
+        They are the bytes that the id is decoded to inside a text. The bytes of a text's ids are
+        those of the text as the vocabulary represents it: after normalization, including a space
+        that is put before the text.
         """
         return None
+
+    @functools.cached_property
+    def known_bytes(self) -> Mapping[int, bytes]:
+        """`token_bytes`, which is made once; empty where it is None."""
+        return self.token_bytes() or {}
 
     def byte_lengths(self) -> np.ndarray | None:
         """Number of bytes of each id's text, int32 [vocab_size], 0 for special tokens; None as
