@@ -32,7 +32,8 @@ def folder(path, settings: dict | None = None, **files):
 
 
 def decoding_kinds(path) -> dict[str, str]:
-    """Specs of a tokenizer.json for each kind of decoder, all with the same added tokens."""
+    """Specs of a tokenizer.json for each kind of decoder, all with the same added tokens; the last
+    is <s>, which a model may have no row for."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
     from tokenizers import pre_tokenizers as splits
 
@@ -63,7 +64,7 @@ def decoding_kinds(path) -> dict[str, str]:
         made = Tokenizer(model)
         made.normalizer, made.pre_tokenizer, made.decoder = normalizer, split, decoder
         made.add_tokens(added)
-        made.add_special_tokens(["<s>"])
+        made.add_special_tokens(["</s>", "<s>"])
         (path / name).mkdir()
         made.save(str(path / name / "tokenizer.json"))
     return {name: f"huggingface:{path / name / 'tokenizer.json'}" for name in kinds}

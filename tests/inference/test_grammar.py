@@ -7,8 +7,10 @@ import re
 import jsonschema
 import numpy as np
 import pytest
+from tokenizer_files import decoding_kinds
 
 from maxmeg.data.tokenizers.load import load_tokenizer
+from maxmeg.data.tokenizers.tokenizer import Tokenizer
 from maxmeg.inference.grammar import Grammar, Grammars
 
 TOKENIZER = load_tokenizer("bytes")
@@ -34,7 +36,9 @@ def grammars(vocab_size: int) -> Grammars:
     return Grammars(TOKENIZER, vocab_size, (TOKENIZER.eod,))
 
 
-def random_text(grammar: Grammar, vocab_size: int, rng: np.random.Generator) -> str:
+def random_text(
+    grammar: Grammar, vocab_size: int, rng: np.random.Generator, tokenizer: Tokenizer = TOKENIZER
+) -> str:
     """A text that ends, at latest after MOST tokens, where its grammar is complete."""
     matcher, ids = grammar.matcher(), []
     for _ in range(MOST):
@@ -43,8 +47,19 @@ def random_text(grammar: Grammar, vocab_size: int, rng: np.random.Generator) -> 
         assert len(allowed) and allowed.max() < vocab_size
         ids.append(int(rng.choice(allowed)))
         if matcher.add(ids[-1]):
-            return TOKENIZER.decode([i for i in ids if i != TOKENIZER.eod])
-    raise AssertionError(f"it does not end: {TOKENIZER.decode(ids)}")
+            return tokenizer.decode([i for i in ids if i != tokenizer.eod])
+    raise AssertionError(f"it does not end: {tokenizer.decode(ids)}")
+
+
+def test_any_tokenizer_follows_a_text_that_is_forced(tmp_path):
+    """One that puts a space before a text, and a text that names a token without a row."""
+    for spec in decoding_kinds(tmp_path).values():
+        tokenizer = load_tokenizer(spec)
+        if tokenizer.token_bytes() is not None:
+            size = tokenizer.required_size  # without <s>
+            grammar = Grammars(tokenizer, size, (tokenizer.eod,)).compile("regex", "a  <s>é[^ ]")
+            text = random_text(grammar, size, np.random.default_rng(0), tokenizer)
+            assert re.fullmatch("a  <s>é[^ ]", text), spec
 
 
 @pytest.mark.parametrize("vocab_size", [257, 288])  # 288: whole words of 32 bits

@@ -223,6 +223,14 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         self.sep = self.eod if named and self.sep is None else self.sep
 
     @functools.cached_property
+    def required_size(self) -> int:
+        """The ids of the model's own vocabulary except special tokens, of the end of a document
+        and of what begins a text."""
+        vocabulary = self._model.get_vocab(with_added_tokens=False).values()
+        text = (i for i in vocabulary if i not in self.special_ids)
+        return max(*text, self.eod, *self.opening, -1) + 1
+
+    @functools.cached_property
     def _misread(self) -> dict[int, str]:
         return misread_tokens(self._model)
 
