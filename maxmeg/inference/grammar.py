@@ -147,7 +147,7 @@ class _Words:
         for found in (ids, *(after[number:] for number in range(1, 4))):
             if self._spells(found, data):
                 return found
-        return self._longest(data) or ids
+        return self._longest(data)
 
     def _spells(self, ids: list[int], data: bytes) -> bool:
         found = [self._known.get(i) for i in ids]
@@ -159,7 +159,7 @@ class _Words:
             ends = range(min(len(data), at + self._most), at, -1)
             end = next((end for end in ends if data[at:end] in self._ids), at)
             if end == at:
-                return []
+                break  # the vocabulary cannot write the rest
             ids.append(self._ids[data[at:end]])
             at = end
         return ids

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizer_files import decoding_kinds
 
 from maxmeg.data.tokenizers.load import load_tokenizer
 from maxmeg.inference.text import Text
 from maxmeg.server.answers import ChatChoice, TextChoice
 from maxmeg.server.worker import Update
 
-KINDS = ("bytes", "sentencepiece", "huggingface", "gpt2", "tiktoken", "wordpiece", "null")
+KINDS = ("bytes", "sentencepiece", "huggingface", "gpt2", "tiktoken", "wordpiece", "null", "llama")
 TEXTS = st.text(st.sampled_from(" aeé東京🎉\n'word,."), max_size=40)
 SHARED = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -35,8 +36,9 @@ def grown(text: Text, ids, begins: list[int] | None = None) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_streamed_text_is_the_whole_text(kind, vocabularies):
-    tokenizer, first = load_tokenizer(vocabularies[kind]), "1 " if kind == "null" else "word "
+def test_streamed_text_is_the_whole_text(kind, vocabularies, tmp_path):
+    spec = decoding_kinds(tmp_path)[kind] if kind == "llama" else vocabularies[kind]
+    tokenizer, first = load_tokenizer(spec), "1 " if kind == "null" else "word "
 
     @SHARED
     @given(TEXTS, TEXTS)
