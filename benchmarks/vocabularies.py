@@ -81,7 +81,7 @@ def check(tokenizer: Tokenizer) -> dict[str, int]:
     known, (x,) = tokenizer.known_bytes, tokenizer.encode("xx").tolist()[-1:]
     begin, end = len(tokenizer.decode([x])), len(tokenizer.decode([x, x]))
     names = ("ids", "texts", "streams", "places", "grammars", "changed", "special")
-    counts = dict.fromkeys(names, 0)
+    counts: dict[str, int] = dict.fromkeys(names, 0)
     grammars = Grammars(tokenizer, tokenizer.required_size, (tokenizer.eod,))
 
     def inside(ids: list[int]) -> str:

@@ -42,20 +42,19 @@ def decoding_kinds(path) -> dict[str, str]:
     ids, merges = {piece: i for i, piece in enumerate(pieces)}, [("▁", "a"), ("▁", "▁")]
     bpe = models.BPE(ids, merges, unk_token="<unk>", byte_fallback=True)
     unigram = models.Unigram([(piece, -1.0) for piece in pieces], 0, True)
-    to_sign, to_space = normalizers.Replace(" ", "▁"), decoders.Replace("▁", " ")
-    joined, first = [decoders.ByteFallback(), decoders.Fuse()], normalizers.Prepend("▁")
-    inner, strip = decoders.Replace(Regex("[▁]"), " "), decoders.Strip(" ", 1, 0)
-    chain, both = decoders.Sequence, normalizers.Sequence([first, to_sign])
-    space = splits.Metaspace(), chain([joined[0], decoders.Metaspace()])
+    sign, space = normalizers.Replace(" ", "▁"), decoders.Replace("▁", " ")
+    first, chain = normalizers.Sequence([normalizers.Prepend("▁"), sign]), decoders.Sequence
+    fall, fuse, strip = decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)
+    regex, signs = decoders.Replace(Regex("[▁]"), " "), chain([fall, decoders.Metaspace()])
     kinds = {
-        "bytes": (models.BPE(letters, []), None, splits.ByteLevel(False), decoders.ByteLevel()),
-        "gemma": (bpe, to_sign, None, chain([to_space, *joined])),
-        "llama": (bpe, both, None, chain([to_space, *joined, strip])),
-        "unigram": (unigram, None, *space),
-        "nested": (bpe, to_sign, None, chain([chain([inner, joined[0]]), joined[1], to_space])),
-        "stripped": (bpe, both, None, chain([to_space, joined[0], strip])),
+        "letters": (models.BPE(letters, []), None, splits.ByteLevel(False), decoders.ByteLevel()),
+        "gemma": (bpe, sign, None, chain([space, fall, fuse])),
+        "llama": (bpe, first, None, chain([space, fall, fuse, strip])),
+        "unigram": (unigram, None, splits.Metaspace(), signs),
+        "nested": (bpe, sign, None, chain([chain([regex, fall]), fuse, space])),
+        "stripped": (bpe, first, None, chain([space, fall, strip])),
         "words": (bpe, None, None, decoders.WordPiece()),
-        "none": (bpe, to_sign, None, None),
+        "none": (bpe, sign, None, None),
     }
     added = [AddedToken(name, normalized=False) for name in ("på", "▁▁▁", "\n\n", "Ġx")]
     added += [AddedToken("ab cd"), AddedToken("<r>", rstrip=True, lstrip=True)]

@@ -1,5 +1,6 @@
 """Texts that follow a grammar, written by random choices among the tokens that it allows."""
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -54,9 +55,12 @@ def random_text(
 def test_any_tokenizer_follows_a_text_that_is_forced(tmp_path):
     """One that puts a space before a text, and a text that names a token without a row."""
     for spec in decoding_kinds(tmp_path).values():
-        tokenizer = load_tokenizer(spec)
-        if tokenizer.token_bytes() is not None:
-            size = tokenizer.required_size  # without <s>
+        tokenizer, made = load_tokenizer(spec), contextlib.nullcontext()
+        if tokenizer.token_bytes() is None:
+            made = pytest.raises(ValueError, match="ids do not determine the bytes")
+        size = tokenizer.required_size
+        assert size == tokenizer.eod + 1 == tokenizer.vocab_size - 1  # without <s>
+        with made:
             grammar = Grammars(tokenizer, size, (tokenizer.eod,)).compile("regex", "a  <s>é[^ ]")
             text = random_text(grammar, size, np.random.default_rng(0), tokenizer)
             assert re.fullmatch("a  <s>é[^ ]", text), spec
@@ -111,8 +115,3 @@ def test_a_grammar_that_takes_long_is_given_up():
         for _ in range(10_000):
             matcher.mask()
             matcher.add(ord("a"))
-
-
-def test_a_tokenizer_without_bytes_has_no_grammars():
-    with pytest.raises(ValueError, match="ids do not determine the bytes"):
-        Grammars(load_tokenizer("null:100"), 100, (99,))

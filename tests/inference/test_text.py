@@ -82,14 +82,6 @@ def test_bytes_that_are_no_text_are_shown_in_the_end(data):
         assert shown[-1] == data.decode("utf-8", "replace")
 
 
-def test_a_text_keeps_the_space_that_a_tokenizer_drops_at_its_start():
-    class Drops:
-        def decode(self, ids):
-            return "".join(f" {i}" for i in ids).lstrip()
-
-    assert grown(Text(Drops(), [1, 2]), [3])[-1] == " 3"  # pyright: ignore
-
-
 @pytest.mark.parametrize("echo", [False, True])
 def test_the_tokens_of_a_character_share_a_place_and_have_bytes(echo):
     """In the log-probabilities of both APIs, which come in two pieces."""
