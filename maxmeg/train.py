@@ -73,7 +73,7 @@ class Run:
         os.makedirs(config.run_dir, exist_ok=True)
         self.source = source or Corpora(config)
         self.tokenizer = self.source.tokenizer
-        resolve(config, self.tokenizer.vocab_size)
+        resolve(config, self.tokenizer.vocab_size, self.tokenizer.required_size)
         check_memory(config)
         self.config = config
         self.base: dict = {}  # identity of the frozen base, set when the state is there

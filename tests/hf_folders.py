@@ -72,12 +72,13 @@ def write_config(folder, model, family, **more):
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def write_tokenizer(folder, words=60):
-    """A word-level tokenizer.json with an end of a document."""
+def write_tokenizer(folder, words=60, added=()):
+    """A word-level tokenizer.json with an end of a document; added: special tokens."""
     vocabulary = {"<|end|>": 0, "[UNK]": 1} | {f"w{i}": i for i in range(2, words)}
     model = tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]")
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens([*added])
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
 

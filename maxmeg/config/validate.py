@@ -74,8 +74,8 @@ def axis_sizes(parallel: ParallelConfig, num_devices: int, platform: str = "") -
     return sizes
 
 
-def resolve(config: Config, tokenizer_vocab_size: int) -> None:
-    """Fill in what the corpus decides: the vocabulary and the longest sequence."""
+def resolve(config: Config, tokenizer_vocab_size: int, required_size: int = 0) -> None:
+    """Fill in the vocabulary and longest sequence. required_size: ids that need a row; 0: all."""
     model = config.model
     model.vocab_size = model.vocab_size or tokenizer_vocab_size
     longest = max(config.data.longest_text, config.data.source_positions)
@@ -85,10 +85,10 @@ def resolve(config: Config, tokenizer_vocab_size: int) -> None:
     if config.data.objective.has_neighbours:
         model.retro.chunk_length = model.retro.chunk_length or config.data.chunk_length
         model.retro.neighbour_length = model.retro.neighbour_length or config.data.neighbour_length
-    if tokenizer_vocab_size > model.vocab_size:
+    if (needed := required_size or tokenizer_vocab_size) > model.vocab_size:
         raise ValueError(
-            f"model.vocab_size={model.vocab_size} is smaller than the tokenizer's "
-            f"{tokenizer_vocab_size}: raise it, or set it to 0 to take the tokenizer's"
+            f"model.vocab_size={model.vocab_size} is smaller than the tokenizer's {needed}: "
+            "raise it, or set it to 0 to take the tokenizer's"
         )
 
 

@@ -148,14 +148,14 @@ def build_dataset(
         phases.check_changeable(names, weights)
     if config.objective in SENTENCES:
         order, part = SentenceOrder(seed, num_samples, cache_dir), (split, split_index)
-        return SENTENCES[config.objective](_Opening(config, names, part, tokenizer, order))
+        return SENTENCES[config.objective](_Opening(config, names, part, tokenizer, num_ids, order))
     if whole_documents.reads(config):
         _refuse_weights(config, prefixes, weights)
         opened = functools.partial(remote.open_dataset, config=config, folder=cache_dir)
         part = whole_documents.Part(names, split, split_index, opened)
         return whole_documents.open_rows(config, part, tokenizer, seed, num_ids, cache_dir)
     if config.mock:
-        corpora: list[IndexedDataset] = [mock.MockCorpus(tokenizer.vocab_size, tokenizer.eod)]
+        corpora: list[IndexedDataset] = [mock.MockCorpus(num_ids, tokenizer.eod)]
     else:
         corpora = [remote.open_dataset(name, config, cache_dir, num_ids) for name in names]
     empty = _empty_corpora(corpora, split, split_index)
@@ -364,17 +364,17 @@ def _refuse_empty(empty: list[IndexedDataset], split: str, split_index: int) -> 
 @dataclasses.dataclass(frozen=True)
 class _Opening:
     """What a split's samples are opened from. part: weights of the split, as data.split, and its
-    number."""
+    number. num_ids: the tokenizer's ids for which the model has a row."""
 
     config: DataConfig
     names: list[str]
     part: tuple[str, int]
     tokenizer: Tokenizer
+    num_ids: int
     order: SentenceOrder
 
     def corpus(self, name: str) -> IndexedDataset:
-        vocab_size = self.tokenizer.vocab_size
-        return remote.open_dataset(name, self.config, self.order.cache_dir, vocab_size)
+        return remote.open_dataset(name, self.config, self.order.cache_dir, self.num_ids)
 
     def is_empty(self, size: int) -> bool:
         """Whether another split than training has none of `size` documents or sequences."""
@@ -397,12 +397,12 @@ def _open_sentences(opening: _Opening) -> Dataset | None:
         return None
     part, tokenizer, order = opening.part, opening.tokenizer, opening.order
     if config.objective is Objective.retro:
-        return RetroDataset(corpus, *part, config, tokenizer, order.seed)
+        return RetroDataset(corpus, *part, config, tokenizer, order.seed, opening.num_ids)
     if config.objective is Objective.ict:
         titles = opening.corpus(config.titles) if config.titles else None
-        encoder, lengths = TextEncoder.of(tokenizer), lengths_of(config)
+        encoder, lengths = TextEncoder.of(tokenizer, opening.num_ids), lengths_of(config)
         return IctDataset(corpus, part, lengths, encoder, titles, config.query_in_block, order)
-    vocabulary = Vocabulary.of(tokenizer)
+    vocabulary = Vocabulary.of(tokenizer, opening.num_ids)
     if config.objective is Objective.span_corruption:
         lengths = config.source_tokens, config.sequence_length
         return T5Dataset(corpus, *part, lengths, vocabulary, order=order)
@@ -424,7 +424,7 @@ def _open_pairs(opening: _Opening) -> AlignedDataset | None:
     if opening.is_empty(len(corpora[0])):
         return None
     lengths, cuts = (config.source_tokens, config.sequence_length), config.too_long.value
-    rest = lengths, opening.tokenizer, cuts == "truncate", opening.order.seed
+    rest = lengths, opening.tokenizer, cuts == "truncate", opening.order.seed, opening.num_ids
     data = AlignedDataset(corpora, *part, *rest)
     logger.info("%s: %s", SPLITS[part[1]], data)
     return data
@@ -443,7 +443,7 @@ def _open_retrieval(opening: _Opening) -> PairDataset | None:
             f"data.split={part[0]!r} leaves no query of {', '.join(names)} for training: give it "
             "more weight"
         )
-    lengths, size = lengths_of(config), tokenizer.vocab_size
+    lengths, size = lengths_of(config), opening.num_ids
     rest = size, opening.order.seed, part[1] == 0
     return PairDataset(examples, lengths, config.negatives, *rest)
 

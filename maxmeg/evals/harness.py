@@ -183,13 +183,14 @@ class HarnessModel:
 
         Where both exceed the model's context length, the context is truncated from the left.
         """
-        for _, following in pairs:
+        size, tokenizer = self.trained.config.model.vocab_size, self.trained.tokenizer
+        for context, following in pairs:
             if len(following) > self.max_length:
                 raise ValueError(
                     f"a continuation of {len(following)} tokens is longer than the context of "
                     f"{self.max_length}: shorten it"
                 )
-            check_ids(np.asarray(following), self.trained.config.model.vocab_size)
+            check_ids(np.array([*context, *following]), size, tokenizer=tokenizer)
         cut = [
             (tuple(context)[-max(self.max_length + 1 - len(following), 1) :], following)
             for context, following in pairs

@@ -24,6 +24,7 @@ from maxmeg.config.options import Quantize
 from maxmeg.config.schema import Config
 from maxmeg.data import run_folder
 from maxmeg.data.tokenizers.load import load_tokenizer, parse_spec
+from maxmeg.data.tokenizers.tokenizer import missing_rows
 from maxmeg.hf.families import read as families
 from maxmeg.hf.families.binding import Binding, Place
 from maxmeg.hf.families.classifier_tables import (
@@ -364,12 +365,7 @@ def _prepare(
             f"{config.data.tokenizer}, which reads token ids: give one with --tokenizer=FILE",
         )
     loaded = load_tokenizer(config.data.tokenizer)
-    if loaded.vocab_size > model.vocab_size:
-        raise ValueError(
-            f"tokenizer {config.data.tokenizer} has {loaded.vocab_size} tokens with the end of "
-            f"a document, the model {model.vocab_size}: name its eos_token in "
-            "tokenizer_config.json, or choose a tokenizer with --tokenizer"
-        )
+    notes += missing_rows(loaded, model.vocab_size)
     config.data.sequence_length = min(config.data.sequence_length, model.max_position)
     if model.head.num_classes:
         objective = objective_of(families.architecture(source.config))

@@ -51,7 +51,7 @@ def class_probabilities(
         [read(objective, number, example) for number, example in enumerate(examples)],
         may_drop=False,
     )
-    check_ids(rows.ids, config.vocab_size)
+    check_ids(rows.ids, config.vocab_size, tokenizer=trained.tokenizer)
     dataset = LabelledDataset(rows, room, config.vocab_size, shuffle=False)
     found: list[np.ndarray] = [np.zeros(0)] * len(rows)
     order = np.argsort(-rows.lengths, kind="stable")

@@ -83,7 +83,7 @@ class Embedder:
                     f"text {number} has {len(ids)} tokens, and 1 to {self.room} are allowed: "
                     "shorten it, or set truncate=True"
                 )
-            check_ids(np.array(ids), self.model.vocab_size)
+            check_ids(np.array(ids), self.model.vocab_size, f"text {number}: ", tokenizer)
             rows.append(ids)
         return rows
 

@@ -147,7 +147,8 @@ class Engine:
             length = 1
         check_length(length, request.num_tokens, longest, where)
         biased = [token for token, _ in request.sampling.logit_bias]
-        check_ids(np.array([*prompt, *biased]), self.model.vocab_size, where)
+        ids, tokenizer = np.array([*prompt, *biased]), self.trained.tokenizer
+        check_ids(ids, self.model.vocab_size, where, tokenizer)
         size = self.programs.size
         if length + request.num_tokens > size.pages * size.slots:
             raise ValueError(

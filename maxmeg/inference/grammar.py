@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import enum
+import functools
 import json
 import math
 import os
@@ -169,11 +170,45 @@ class _Words:
     def __init__(
         self, tokenizer: Tokenizer, known: dict[int, bytes], vocab_size: int, ends: Sequence[int]
     ):
-        self.tokens = [known.get(i, b"") for i in range(vocab_size)]
+        self._known = {i: known[i] for i in range(vocab_size) if i in known}
+        self.tokens = [self._known.get(i, b"") for i in range(vocab_size)]
         self.special_token_ids = [i for i in range(vocab_size) if i not in known]
         self.eos_token_id = ends[0]
         self.bos_token_id = tokenizer.bos
         self._tokenizer = tokenizer
 
     def __call__(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text).tolist()
+        """Token ids whose bytes are the text's, which a grammar forces.
+
+        They are the tokenizer's; of a tokenizer that puts a space before a text, those after a line
+        break; else, if these have special tokens, the longest token at each place.
+        """
+        data, encode = text.encode("utf-8"), self._tokenizer.encode
+        ids, after = encode(text).tolist(), encode("\n" + text).tolist()
+        for found in (ids, *(after[number:] for number in range(1, 4))):
+            if self._spells(found, data):
+                return found
+        return self._longest(data)
+
+    def _spells(self, ids: list[int], data: bytes) -> bool:
+        found = [self._known.get(i) for i in ids]
+        return None not in found and b"".join(found) == data  # pyright: ignore
+
+    def _longest(self, data: bytes) -> list[int]:
+        ids, at = [], 0
+        while at < len(data):
+            ends = range(min(len(data), at + self._most), at, -1)
+            end = next((end for end in ends if data[at:end] in self._ids), at)
+            if end == at:
+                break  # the vocabulary cannot write the rest
+            ids.append(self._ids[data[at:end]])
+            at = end
+        return ids
+
+    @functools.cached_property
+    def _ids(self) -> dict[bytes, int]:
+        return {text: i for i, text in self._known.items()}
+
+    @functools.cached_property
+    def _most(self) -> int:
+        return max(map(len, self._ids), default=0)

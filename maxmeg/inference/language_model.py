@@ -223,7 +223,7 @@ class LanguageModel:
         if ids.ndim != 1 or not ids.size:
             raise ValueError(f"the prompt has shape {ids.shape}: give at least one token, in a row")
         check_alone(self.config.model)
-        check_ids(ids, self.config.model.vocab_size)
+        check_ids(ids, self.config.model.vocab_size, tokenizer=self.tokenizer)
         return jnp.asarray(ids[None], jnp.int32)
 
     def save(self, folder: str | os.PathLike) -> None:

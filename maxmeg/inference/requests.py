@@ -6,6 +6,7 @@ import typing
 import numpy as np
 
 from maxmeg.config.model import ModelConfig
+from maxmeg.data.tokenizers.tokenizer import Tokenizer
 from maxmeg.inference.grammar import Grammar
 from maxmeg.inference.sampling import Sampling
 
@@ -123,10 +124,15 @@ def check_source(length: int, prompt_logprobs: bool, longest: int, where: str = 
         )
 
 
-def check_ids(ids: np.ndarray, vocab_size: int, where: str = "") -> None:
-    """ValueError if a token has no embedding."""
+def check_ids(
+    ids: np.ndarray, vocab_size: int, where: str = "", tokenizer: Tokenizer | None = None
+) -> None:
+    """ValueError if a token has no embedding. tokenizer: names the token."""
     if ids.min() < 0 or ids.max() >= vocab_size:
+        token = int(ids.max())
+        is_named = tokenizer is not None and vocab_size <= token < tokenizer.vocab_size
+        name = f" ({tokenizer.decode([token])!r})" if is_named else ""  # pyright: ignore
         raise ValueError(
-            f"{where}token {ids.max()} is not in the model's vocabulary of {vocab_size}: the "
-            "tokenizer is not the model's, or has grown since"
+            f"{where}token {token}{name} is not in the model's vocabulary of {vocab_size}: leave "
+            "this token out of the text, or use the model's own tokenizer"
         )

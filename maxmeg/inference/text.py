@@ -6,6 +6,7 @@ from maxmeg.data.tokenizers.tokenizer import Tokenizer
 
 CONTEXT = 8  # earlier tokens that are decoded with new ones: spaces depend on them
 MOST_WAITING = 16  # tokens that may wait for the rest of a character
+MOST_PARTS = 4  # tokens of a character, each a byte
 _INCOMPLETE = "\ufffd"  # decoded from the first bytes of a character
 
 
@@ -18,14 +19,18 @@ class Text:
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()):
         self.tokenizer, self.stops = tokenizer, stops
-        self._context = list(prompt[-CONTEXT:])
-        self._waiting: list[int] = []
+        self._follow(list(prompt[-CONTEXT:]))
         self._text = self.shown = ""
+        self.begin = 0
 
     def add(self, token: int) -> bool:
         """Add a token; return whether a stop string is complete, which ends the text."""
+        before = self._decoded() if self._waiting else ""
         self._waiting.append(token)
         text = self._decoded()
+        # Bytes that still are U+FFFD when the text goes on were not the beginning of a character.
+        stays = not text.endswith(_INCOMPLETE) and text.startswith(before)
+        self.begin = len(self._text) + len(before if stays else before.rstrip(_INCOMPLETE))
         if text.endswith(_INCOMPLETE) and len(self._waiting) < MOST_WAITING:
             return False
         return self._append(text)
@@ -39,15 +44,25 @@ class Text:
 
     def _decoded(self) -> str:
         """The text of the waiting tokens after their context."""
-        decode = self.tokenizer.decode
-        before, whole = decode(self._context), decode(self._context + self._waiting)
+        decode, before = self.tokenizer.decode, self._before
+        whole = decode(self._context + self._waiting)
         return whole.removeprefix(before) if whole.startswith(before) else decode(self._waiting)
+
+    def _follow(self, ids: list[int]) -> None:
+        """Let new tokens follow the last of these, from the beginning of a character on: some
+        tokenizers decode all bytes in a row to U+FFFD if one of them belongs to none."""
+        newest = ids[-CONTEXT:]
+        starts = range(min(MOST_PARTS, len(newest)))
+        for context in (*(newest[start:] for start in starts), newest):
+            self._context, self._before = context, self.tokenizer.decode(context)
+            if _INCOMPLETE not in self._before:
+                break
+        self._waiting: list[int] = []
 
     def _append(self, text: str) -> bool:
         known = len(self._text)
         self._text += text
-        self._context = (self._context + self._waiting)[-CONTEXT:]
-        self._waiting = []
+        self._follow(self._context + self._waiting)
         found = [
             place
             for stop in self.stops

@@ -359,7 +359,7 @@ def resolve_sizes(config: Config, tensors: Mapping[str, TensorInfo]) -> str:
     table = tensors.get(f"{ENDS['positions']}.weight")
     if config.model.position is Position.learned and table is not None and table.shape:
         config.model.max_position = config.model.max_position or table.shape[0]
-    resolve(config, tokenizer.vocab_size)
+    resolve(config, tokenizer.vocab_size, tokenizer.required_size)
     config.data.sequence_length = min(config.data.sequence_length, config.model.max_position)
     if problems := [*declared_problems(config.model, "model."), *model_problems(config.model)]:
         raise ValueError("the sizes do not describe a valid model:\n" + "\n".join(problems))

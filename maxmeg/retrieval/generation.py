@@ -42,7 +42,7 @@ class Generator:
         """ValueError for a prompt that is empty, too long or has unknown tokens, and for options
         that only the engine has."""
         check_length(len(prompt), request.num_tokens, self.model.max_position, where)
-        check_ids(np.asarray(prompt), self.model.vocab_size, where)
+        check_ids(np.asarray(prompt), self.model.vocab_size, where, self.trained.tokenizer)
         sampling = request.sampling
         plain = Sampling(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
         if request != Request(request.num_tokens, plain, request.ends, request.stops):

@@ -3,6 +3,7 @@
 import typing
 
 from maxmeg.data.tokenizers.tokenizer import Tokenizer
+from maxmeg.inference.text import Text
 from maxmeg.server.tools import ToolForm
 from maxmeg.server.worker import Update
 
@@ -17,31 +18,32 @@ class TextChoice:
 
     def __init__(self, tokenizer: Tokenizer, prompt: typing.Sequence[int], echo: bool) -> None:
         self.tokenizer, self.prompt, self.echo = tokenizer, prompt, echo
-        self.offset = 0
+        self._text, self._start = Text(tokenizer, prompt), 0
 
     def update(self, update: Update, logprobs: bool) -> dict:
         tokens, values, top = update.tokens, update.logprobs, update.top
         text, echo, self.echo = update.text, self.echo, False
+        begins = []
         if echo:
-            text = self.tokenizer.decode(self.prompt) + text
+            before = self.tokenizer.decode(self.prompt)
+            text, self._start = before + text, len(before)
+            begins = _begins(Text(self.tokenizer, []), self.prompt) if logprobs else []
             tokens, values = [*self.prompt, *tokens], [None, *update.prompt_logprobs, *values]
             top = [None, *update.prompt_top, *top] if update.prompt_top or top else []
-        found = self._logprobs(tokens, values, top) if logprobs else None
+        found = None
+        if logprobs:
+            begins += [self._start + begin for begin in _begins(self._text, update.tokens)]
+            found = self._logprobs(tokens, values, top) | {"text_offset": begins}
         return {"text": text, "logprobs": found, "finish_reason": update.reason or None}
 
     def _logprobs(self, tokens, values, top) -> dict:
         names = [name_of(self.tokenizer, token) for token in tokens]
-        offsets = []
-        for name in names:
-            offsets.append(self.offset)
-            self.offset += len(name)
         likeliest = [
             None if value is None else self._likeliest(pairs or [], token, value)
             for token, value, pairs in zip(tokens, values, top or [None] * len(tokens), strict=True)
         ]
         values = [None if value is None else finite(value) for value in values]
-        fields = {"tokens": names, "token_logprobs": values}
-        return {**fields, "top_logprobs": likeliest, "text_offset": offsets}
+        return {"tokens": names, "token_logprobs": values, "top_logprobs": likeliest}
 
     def _likeliest(self, pairs: Top, token: int, value: float) -> dict[str, float]:
         """By text; of tokens with the same text the likeliest, and always the one in its place."""
@@ -88,9 +90,10 @@ class ChatChoice:
         ]
 
     def _token(self, token: int, logprob: float) -> dict:
-        name = name_of(self.tokenizer, token)
-        is_part = "\ufffd" in name  # of a character
-        bytes = None if is_part else [*name.encode("utf-8", "surrogatepass")]
+        name, bytes = name_of(self.tokenizer, token), self.tokenizer.known_bytes.get(token)
+        if bytes is None and "\ufffd" not in name:  # a special token, or a whole word
+            bytes = name.encode("utf-8", "surrogatepass")
+        bytes = None if bytes is None else [*bytes]
         return {"token": name, "logprob": finite(logprob), "bytes": bytes}
 
 
@@ -98,7 +101,18 @@ Choice = TextChoice | ChatChoice
 
 
 def name_of(tokenizer: Tokenizer, token: int) -> str:
-    return tokenizer.decode_after([token])
+    """The text of a token inside a text; U+FFFD for a part of a character."""
+    known = tokenizer.known_bytes.get(token)
+    return tokenizer.decode_after([token]) if known is None else known.decode("utf-8", "replace")
+
+
+def _begins(text: Text, tokens: typing.Sequence[int]) -> list[int]:
+    """The character at which each token begins in a text that grows by them."""
+    begins = []
+    for token in tokens:
+        text.add(token)
+        begins.append(text.begin)
+    return begins
 
 
 def finite(logprob: float) -> float:

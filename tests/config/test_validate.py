@@ -304,6 +304,7 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_refused():
         ValueError, match="vocab_size=256 is smaller than the tokenizer's 300: raise"
     ):
         resolve(config, tokenizer_vocab_size=300)
+    resolve(config, tokenizer_vocab_size=300, required_size=256)  # the rest are added tokens
 
 
 def test_the_padded_vocabulary_divides_for_every_tensor_size():

@@ -122,11 +122,11 @@ def tokenizer(tmp_path_factory):
     return load_tokenizer(f"wordpiece:{folder}/vocab.txt")
 
 
-def opened(tmp_path, tokenizer, rows: list[dict], index: int = 1, **values):
+def opened(tmp_path, tokenizer, rows: list[dict], index: int = 1, size: int = 0, **values):
     (tmp_path / "a.json").write_text(json.dumps(rows, indent=1))
     config = settings(**{"labels": ("no", "yes"), **values})
     part = (",".join(str(int(i == index)) for i in range(3)), index)
-    return open_labelled(config, [str(tmp_path / "a.json")], part, tokenizer, 0)
+    return open_labelled(config, [str(tmp_path / "a.json")], part, tokenizer, 0, size)
 
 
 def test_rows(tmp_path, tokenizer):
@@ -141,6 +141,8 @@ def test_rows(tmp_path, tokenizer):
         "loss_mask": [1, 0, 0, 0, 0, 0, 0],
         "targets": [1, 0, 0, 0, 0, 0, 0],
     }
+    with pytest.raises(ValueError, match=r"a\.jsonl: id 7 is not in the vocabulary \[0, 7\)"):
+        opened(tmp_path, tokenizer, [pair], size=7)
     last = opened(tmp_path, tokenizer, [pair], scored=Scored.last).batch(np.arange(1))
     assert last["loss_mask"][0].nonzero()[0].tolist() == [5]
     row = {"tokens": ["ag", "b"], "labels": ["yes", "no"]}

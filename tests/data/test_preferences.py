@@ -58,5 +58,8 @@ def test_preference_formats_are_read(tmp_path):
         has_loss = batch["loss_mask"][row] > 0
         said = [ord("$") if i == END else i for i in batch["targets"][row][has_loss]]
         assert bytes(said).decode() == learnt and not (has_loss & ~used).any()
+    small = Preferences([made], "0,1,0", 1, LENGTH, "drop", 100, END)
+    with pytest.raises(ValueError, match=r"the preferences: id \d+ is not in the vocabulary"):
+        small.batch(np.arange(len(ROWS)))
     again = pickle.loads(pickle.dumps(data)).batch(np.arange(len(ROWS)))
     assert all((again[name] == batch[name]).all() for name in batch)

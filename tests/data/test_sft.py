@@ -144,6 +144,13 @@ def test_tokens_of_a_hugging_face_folder(tmp_path, files):
     assert batch["targets"][0, :4].tolist() == [5, 3, 4, 5]
     assert batch["targets"][0, 4] == 4 or batch["tokens"][0, 5] == 4
     assert batch["loss_mask"][0].sum() == 3
+    config = settings(files, chat_template="", tokenizer=tokenizer.spec)
+    with pytest.raises(
+        ValueError, match=r"chats\.jsonl, conversation 1: token 5 \('b'\) is not in"
+    ):
+        build_dataset(
+            config, [*config.paths], tokenizer, 0, 5, 5, cache_dir=str(tmp_path / "cache")
+        )
 
 
 def test_bad_rows_are_named(files, tmp_path):

@@ -32,10 +32,13 @@ from maxmeg.config import files
 from maxmeg.config.model import DType, ModelConfig
 from maxmeg.config.schema import Config
 from maxmeg.config.setting import with_fields
+from maxmeg.data.tokenizers.load import load_tokenizer
+from maxmeg.data.tokenizers.tokenizer import padding_of
 from maxmeg.hf import convert, trained
 from maxmeg.hf.families import read as families
 from maxmeg.hf.formats.safetensors import SafetensorsFolder
 from maxmeg.inference.load import load_run
+from maxmeg.inference.requests import check_ids
 from maxmeg.layers import lora
 from maxmeg.parallel.mesh import local_mesh
 from maxmeg.state import to_arrays
@@ -154,8 +157,22 @@ def large_tokenizer(folder):
 FOLDERS = {
     no_config: "has no config.json",
     broken_config: "'vocab_size' is given twice",
-    large_tokenizer: "has 90 tokens with the end of a document, the model 70",
+    large_tokenizer: r"needs 90 rows with the end of a document \('<\|end\|>', id 0\), .* has 70:",
 }
+
+
+def test_added_tokens_may_have_no_row(tmp_path):
+    """A text with one of them is an error, and padding is another token."""
+    make_folder(tmp_path / "hf")
+    write_tokenizer(tmp_path / "hf", 70, ["<image>", "<pad>"])
+    report = convert_in(tmp_path / "hf", tmp_path / "run")
+    assert "no row for 2 added tokens of the tokenizer (<image>, <pad>)" in report.notes[0]
+    tokenizer = load_tokenizer(f"{report.tokenizer}?pad=<pad>")
+    assert (padding_of(tokenizer, 70), padding_of(tokenizer, 72)) == (0, 71)
+    with pytest.raises(
+        ValueError, match=r"token 70 \('<image>'\) is not in the model's vocab.* 70:"
+    ):
+        check_ids(tokenizer.encode("w2 <image> w3"), 70, tokenizer=tokenizer)
 
 
 @pytest.mark.parametrize("damage", FOLDERS, ids=lambda damage: damage.__name__)

@@ -1,5 +1,6 @@
 """Texts that follow a grammar, written by random choices among the tokens that it allows."""
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -7,8 +8,10 @@ import re
 import jsonschema
 import numpy as np
 import pytest
+from tokenizer_files import decoding_kinds
 
 from maxmeg.data.tokenizers.load import load_tokenizer
+from maxmeg.data.tokenizers.tokenizer import Tokenizer
 from maxmeg.inference.grammar import Grammar, Grammars
 
 TOKENIZER = load_tokenizer("bytes")
@@ -34,7 +37,9 @@ def grammars(vocab_size: int) -> Grammars:
     return Grammars(TOKENIZER, vocab_size, (TOKENIZER.eod,))
 
 
-def random_text(grammar: Grammar, vocab_size: int, rng: np.random.Generator) -> str:
+def random_text(
+    grammar: Grammar, vocab_size: int, rng: np.random.Generator, tokenizer: Tokenizer = TOKENIZER
+) -> str:
     """A text that ends, at latest after MOST tokens, where its grammar is complete."""
     matcher, ids = grammar.matcher(), []
     for _ in range(MOST):
@@ -43,8 +48,22 @@ def random_text(grammar: Grammar, vocab_size: int, rng: np.random.Generator) -> 
         assert len(allowed) and allowed.max() < vocab_size
         ids.append(int(rng.choice(allowed)))
         if matcher.add(ids[-1]):
-            return TOKENIZER.decode([i for i in ids if i != TOKENIZER.eod])
-    raise AssertionError(f"it does not end: {TOKENIZER.decode(ids)}")
+            return tokenizer.decode([i for i in ids if i != tokenizer.eod])
+    raise AssertionError(f"it does not end: {tokenizer.decode(ids)}")
+
+
+def test_any_tokenizer_follows_a_text_that_is_forced(tmp_path):
+    """One that puts a space before a text, and a text that names a token without a row."""
+    for spec in decoding_kinds(tmp_path).values():
+        tokenizer, made = load_tokenizer(spec), contextlib.nullcontext()
+        if tokenizer.token_bytes() is None:
+            made = pytest.raises(ValueError, match="ids do not determine the bytes")
+        size = tokenizer.required_size
+        assert size == tokenizer.eod + 1 == tokenizer.vocab_size - 1  # without <s>
+        with made:
+            grammar = Grammars(tokenizer, size, (tokenizer.eod,)).compile("regex", "a  <s>é[^ ]")
+            text = random_text(grammar, size, np.random.default_rng(0), tokenizer)
+            assert re.fullmatch("a  <s>é[^ ]", text), spec
 
 
 @pytest.mark.parametrize("vocab_size", [257, 288])  # 288: whole words of 32 bits
@@ -96,8 +115,3 @@ def test_a_grammar_that_takes_long_is_given_up():
         for _ in range(10_000):
             matcher.mask()
             matcher.add(ord("a"))
-
-
-def test_a_tokenizer_without_bytes_has_no_grammars():
-    with pytest.raises(ValueError, match="ids do not determine the bytes"):
-        Grammars(load_tokenizer("null:100"), 100, (99,))

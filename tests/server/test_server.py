@@ -91,7 +91,9 @@ def test_a_stream_is_the_whole_reply_in_pieces(client):
             mine = [c.choices[0] for c in chunks if c.choices[0].index == choice.index]
             assert "".join(piece.text for piece in mine) == choice.text
             logprobs = [x for c in mine if c.logprobs for x in c.logprobs.token_logprobs]
+            begins = [x for c in mine if c.logprobs for x in c.logprobs.text_offset]
             assert logprobs == choice.logprobs.token_logprobs
+            assert begins == choice.logprobs.text_offset
             assert mine[-1].finish_reason == choice.finish_reason
             assert not any(stop in choice.text for stop in settings.get("stop", ()))
         assert len(chunks) > 20 or "stop" in settings
@@ -150,7 +152,7 @@ def test_chats(client):
     assert reply.choices[0].message.role == "assistant" and reply.usage.prompt_tokens > 10
     for entry in reply.choices[0].logprobs.content:
         assert len(entry.top_logprobs) == 2
-        assert entry.bytes is None or bytes(entry.bytes).decode() == entry.token
+        assert bytes(entry.bytes).decode("utf-8", "replace") == entry.token
     options = {"stream": True, "stream_options": {"include_usage": True}}
     *chunks, last = client.chat.completions.create(**request, **options)
     assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}

@@ -18,6 +18,7 @@ from maxmeg.data.chat.answers import Kind
 from maxmeg.data.chat.conversation import normalized, shown
 from maxmeg.data.chat.sft import FittingRows
 from maxmeg.data.chat.turns import BadRow, Row, Turns, bad_rows, conversation, read_object
+from maxmeg.data.corpus.indexed import check_vocabulary
 from maxmeg.data.prepare.documents import Record
 from maxmeg.data.samples.packing import fill_rows
 from maxmeg.data.samples.sampling import Batch, EpochOrder
@@ -130,4 +131,6 @@ class Preferences(RebuiltInWorkers):
             self._pairs.read_text(folder, row, side) for folder, row in pairs for side in sides
         ]
         rows = [[text] for text in texts]
-        return fill_rows(rows, self.sequence_length, self._pad)
+        batch = fill_rows(rows, self.sequence_length, self._pad)
+        check_vocabulary(batch["tokens"], self.vocab_size, "the preferences")
+        return batch

@@ -58,8 +58,8 @@ def check_vocabulary(ids: np.ndarray, vocab_size: int, where: str | Callable[[in
     wrong = int(np.argmax((ids < 0) | (ids >= vocab_size)))
     raise ValueError(
         f"{where if isinstance(where, str) else where(wrong)}: id {ids.flat[wrong]} is not in the "
-        f"vocabulary [0, {vocab_size}): the corpus was made with another tokenizer; name that "
-        "tokenizer"
+        f"vocabulary [0, {vocab_size}): name the tokenizer that the corpus was made with, or leave "
+        "out text that holds an added token for which the model has no row"
     )
 
 

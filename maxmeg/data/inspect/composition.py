@@ -54,7 +54,7 @@ def uses_of(config: Config) -> list[SplitUse]:
     config = copy.deepcopy(config)  # `resolve` changes it
     validate(config, config.parallel.devices)
     tokenizer, prefixes = open_corpus(config.data, config.run_dir)
-    resolve(config, tokenizer.vocab_size)
+    resolve(config, tokenizer.vocab_size, tokenizer.required_size)
     schedules = Schedules(config)
     sets = {
         name: _open_split(config, prefixes, tokenizer, index, schedules)

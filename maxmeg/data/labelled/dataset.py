@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from maxmeg.config.data import DataConfig, Objective
+from maxmeg.data.corpus.indexed import check_vocabulary
 from maxmeg.data.labelled.files import read_examples
 from maxmeg.data.labelled.rows import Rows, encode_all
 from maxmeg.data.samples.gpt import SPLITS
@@ -89,10 +90,11 @@ def open_labelled(
     part: tuple[str, int],
     tokenizer: Tokenizer,
     seed: int,
+    vocab_size: int = 0,
 ) -> LabelledDataset | None:
     """The examples of a split of files; None where another split than training has none. part:
-    weights of the split, as data.split, and its number. ValueError as `read_examples` and
-    `encode_all`."""
+    weights of the split, as data.split, and its number. vocab_size: number of valid ids; 0 means
+    the tokenizer's. ValueError as `read_examples` and `encode_all`, and for other ids."""
     if not names:
         return None
     examples = []
@@ -111,5 +113,6 @@ def open_labelled(
     rows, said = encode_all(config, tokenizer, examples, may_drop=index == 0)
     logger.info("%s examples of %s: %s", SPLITS[index], ", ".join(names), said)
     choices = config.objective is Objective.choose
-    size = tokenizer.vocab_size
+    size = vocab_size or tokenizer.vocab_size
+    check_vocabulary(rows.ids, size, ", ".join(names))
     return LabelledDataset(rows, config.sequence_length, size, choices, seed, index == 0)

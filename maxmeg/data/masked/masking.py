@@ -58,19 +58,20 @@ class Vocabulary:
             )
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer) -> "Vocabulary":
-        """From a tokenizer; its end-of-document token ends T5's texts."""
+    def of(cls, tokenizer: Tokenizer, vocab_size: int = 0) -> "Vocabulary":
+        """From a tokenizer; its end-of-document token ends T5's texts. vocab_size: number of valid
+        ids; 0 means the tokenizer's."""
         if tokenizer.pad is None:
             raise ValueError(
                 f"{tokenizer.spec} has no padding token, which masked samples need: use a "
                 "tokenizer that has one"
             )
-        size = tokenizer.vocab_size
+        size = vocab_size or tokenizer.vocab_size
         # A single piece is decoded as it is written in the vocabulary.
         continues = [tokenizer.decode([i]).startswith(_CONTINUES) for i in range(size)]
         special = {name: getattr(tokenizer, name) for name in ("cls", "sep", "mask", "bos")}
         eos = None if tokenizer.eod == tokenizer.pad else tokenizer.eod
-        sentinels = tuple(tokenizer.sentinels)
+        sentinels = tuple(i for i in tokenizer.sentinels if i < size)
         return cls(
             size, np.array(continues), tokenizer.pad, eos=eos, sentinels=sentinels, **special
         )

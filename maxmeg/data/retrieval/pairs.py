@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from maxmeg.config.data import DataConfig
+from maxmeg.data.corpus.indexed import check_vocabulary
 from maxmeg.data.labelled.files import read_examples
 from maxmeg.data.retrieval.rows import Lengths, TextEncoder, empty_rows, fill_row
 from maxmeg.data.samples.sampling import Batch, EpochOrder, EpochRows, split_range
@@ -67,6 +68,7 @@ class PairDataset(EpochRows):
                 chosen = random.permutation(len(negatives))[: self._negatives]
                 negatives = [negatives[place] for place in np.sort(chosen).tolist()]
             fill_row(batch, row, [query, text, *negatives])
+        check_vocabulary(batch["tokens"], self.vocab_size, "the queries and texts")
         return batch
 
 

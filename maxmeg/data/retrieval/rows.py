@@ -37,14 +37,15 @@ class TextEncoder:
     vocab_size: int
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer) -> "TextEncoder":
-        """ValueError for a tokenizer without these tokens."""
+    def of(cls, tokenizer: Tokenizer, vocab_size: int = 0) -> "TextEncoder":
+        """vocab_size: number of valid ids; 0 means the tokenizer's. ValueError for a tokenizer
+        without these tokens."""
         if tokenizer.cls is None or tokenizer.sep is None:
             raise ValueError(
                 f"{tokenizer.spec} has no class or separator token, which stand around the texts "
                 "of a biencoder: use a tokenizer of BERT's kind"
             )
-        return cls(tokenizer.cls, tokenizer.sep, tokenizer.vocab_size)
+        return cls(tokenizer.cls, tokenizer.sep, vocab_size or tokenizer.vocab_size)
 
     def __call__(
         self, tokens: np.ndarray, room: int, title: np.ndarray | None = None

@@ -34,8 +34,8 @@ class AlignedDataset(EpochRows, RebuiltInWorkers):
 
     corpora: of sources and of targets. lengths: tokens of a row of each. The source ends with the
     tokenizer's end of text; the target begins with `start_token`, and its last target is the end of
-    text. cuts: pairs that are too long are cut, and otherwise left
-    out; `num_long` is their number.
+    text. cuts: pairs that are too long are cut, and otherwise left out; `num_long` is their number.
+    vocab_size: number of valid ids; 0 means the tokenizer's.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class AlignedDataset(EpochRows, RebuiltInWorkers):
         tokenizer: Tokenizer,
         cuts: bool,
         seed: int,
+        vocab_size: int = 0,
     ) -> None:
         sources, targets = self.corpora = list(corpora)
         if len(sources) != len(targets):
@@ -68,7 +69,7 @@ class AlignedDataset(EpochRows, RebuiltInWorkers):
                 "set data.too_long=truncate"
             )
         self.source_length, self.sequence_length = lengths
-        self.vocab_size, self._seed = tokenizer.vocab_size, seed
+        self.vocab_size, self._seed = vocab_size or tokenizer.vocab_size, seed
         self._first, self._end = start_token(tokenizer), tokenizer.eod
         self._order = EpochOrder(len(self._pairs), seed, _PAIRS, shuffle=split_index == 0)
 

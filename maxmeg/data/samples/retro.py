@@ -159,6 +159,7 @@ class RetroDataset(EpochRows, RebuiltInWorkers):
         config: DataConfig,
         tokenizer: Tokenizer,
         seed: int,
+        vocab_size: int = 0,
     ) -> None:
         nonempty_range(split, split_index, corpus.num_documents, f"documents of {corpus.prefix}")
         length, self.num_neighbours = config.chunk_length, config.num_neighbours
@@ -169,7 +170,8 @@ class RetroDataset(EpochRows, RebuiltInWorkers):
         self.table = open_table(folder, self.chunks, name, self.num_neighbours)
         self.read_neighbours = config.read_neighbours
         self.neighbour_length = config.neighbour_length
-        self.sequence_length, self.vocab_size = config.sequence_length, tokenizer.vocab_size
+        self.sequence_length = config.sequence_length
+        self.vocab_size = vocab_size or tokenizer.vocab_size
         self._seed = seed
         rows = -(-len(self.chunks) * length // self.sequence_length)
         self._order = EpochOrder(rows, seed, _ROWS, shuffle=split_index == 0)

@@ -14,7 +14,7 @@ from maxmeg.data.labelled.dataset import LabelledDataset, open_labelled
 from maxmeg.data.samples.gpt import SPLITS
 from maxmeg.data.samples.packing import Document, PackedDataset
 from maxmeg.data.samples.sampling import split_range
-from maxmeg.data.tokenizers.tokenizer import Tokenizer
+from maxmeg.data.tokenizers.tokenizer import Tokenizer, padding_of
 from maxmeg.data.workers import RebuiltInWorkers
 
 logger = logging.getLogger("maxmeg")
@@ -74,6 +74,20 @@ def reads(config: DataConfig) -> bool:
     return config.objective.is_labelled or config.objective is Objective.sft or is_packed
 
 
+def check_chats(chats: Chats, names: Sequence[str], tokenizer: Tokenizer, vocab_size: int) -> None:
+    """ValueError for a conversation with a token for which the model has no row."""
+    for name, corpus in zip(names, chats.corpora, strict=True):
+        (wrong,) = np.nonzero(corpus.tokens[: corpus.num_tokens] >= vocab_size)
+        if len(wrong):
+            token = int(corpus.tokens[wrong[0] : wrong[0] + 1][0])
+            raise ValueError(
+                f"{name}, conversation {corpus.sequence_at(int(wrong[0])) + 1}: token {token} "
+                f"({tokenizer.decode([token])!r}) is not in the model's vocabulary of "
+                f"{vocab_size}: leave this token out of the text or the chat template, or "
+                "raise model.vocab_size"
+            )
+
+
 def open_rows(
     config: DataConfig, part: Part, tokenizer: Tokenizer, seed: int, vocab_size: int, cache_dir: str
 ) -> PackedDataset | LabelledDataset | None:
@@ -85,12 +99,16 @@ def open_rows(
     if not part.names:
         return None
     if config.objective.is_labelled:
-        return open_labelled(config, part.names, (part.split, part.index), tokenizer, seed)
+        return open_labelled(
+            config, part.names, (part.split, part.index), tokenizer, seed, vocab_size
+        )
     length, name = config.sequence_length, SPLITS[part.index]
     if config.objective is Objective.sft:
         template = config.chat_template
         folders = [prepare(name, CHATS, tokenizer, cache_dir, template) for name in part.names]
         documents = Chats(folders, part.split, part.index, length, config.too_long.value)
+        if vocab_size < tokenizer.vocab_size:
+            check_chats(documents, part.names, tokenizer, vocab_size)
         remedy = ", set data.too_long=truncate,"
     else:
         documents, remedy = StoredDocuments(part, length), ""
@@ -102,7 +120,7 @@ def open_rows(
             f"data.split={part.split!r} and data.sequence_length={length}: raise the sequence "
             f"length{remedy} or give {name} more"
         )
-    pad = tokenizer.eod if tokenizer.pad is None else tokenizer.pad
+    pad = padding_of(tokenizer, vocab_size)
     policy, shuffle = config.packing.value, part.index == 0
     data = PackedDataset(documents, length, policy, pad, vocab_size, seed, shuffle)
     logger.info(

@@ -56,6 +56,11 @@ class ExtendedTokenizer(Tokenizer):
         kind, _, digest = self.base.identity.partition(":")
         return identity_of(kind, digest.encode(), repr((sorted(self._new.items()), roles)).encode())
 
+    @property
+    def required_size(self) -> int:
+        """With the tokens that the options name."""
+        return max(self.base.required_size, self.eod + 1, *(i + 1 for i in self.added.values()))
+
     def decode(self, ids: Iterable[int]) -> str:
         return self.base.decode_marked(ids, self._names)
 

@@ -2,7 +2,8 @@
 
 A spec is `KIND:FILE`, or `KIND:FILE?NAME=VALUE&NAME=VALUE`. Text is not searched for special
 tokens, unless a tokenizer.json or a SentencePiece model itself defines that. The caller appends the
-end-of-document token (`eod`), so text cannot forge it. Options:
+end-of-document token (`eod`), so text cannot forge it. Added tokens of a tokenizer.json may have
+ids beyond a model's vocabulary: a text that contains one is an error. Options:
 
 special_tokens=<image>,<|end|>  names to add to the vocabulary unless it has them; chats and
                                 encode_placeholders recognize them in text, encode does not

@@ -28,7 +28,9 @@ class Tokenizer(Protocol):
     vocabularies, wherever their files are. opening: ids that the tokenizer's own files put before a
     text. special_ids: ids that do not stand for text. added: ids by name of the tokens that the
     spec's options add. model_size: the number of ids without an end-of-document id that had to be
-    appended.
+    appended. required_size: the number of ids that a model must have. Ids from there to vocab_size
+    are added tokens such as Gemma 3's <image_soft_token>, for which its text models have no row:
+    text becomes such an id as in transformers, and a model without the row refuses it.
     """
 
     spec: str
@@ -45,6 +47,10 @@ class Tokenizer(Protocol):
     opening: tuple[int, ...] = ()
     special_ids: frozenset[int] = frozenset()
     added: Mapping[str, int] = {}
+
+    @property
+    def required_size(self) -> int:
+        return self.vocab_size
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids of a text, int32, without special tokens."""
@@ -67,10 +73,16 @@ class Tokenizer(Protocol):
     def token_bytes(self) -> dict[int, bytes] | None:
         """The bytes of each id's text, without special tokens; None if ids do not determine them.
 
-        The bytes of a text's ids are those of the text as the vocabulary represents it: after
-        normalization, including a space that is put before the text.
+        They are the bytes that the id is decoded to inside a text. The bytes of a text's ids are
+        those of the text as the vocabulary represents it: after normalization, including a space
+        that is put before the text.
         """
         return None
+
+    @functools.cached_property
+    def known_bytes(self) -> Mapping[int, bytes]:
+        """`token_bytes`, which is made once; empty where it is None."""
+        return self.token_bytes() or {}
 
     def byte_lengths(self) -> np.ndarray | None:
         """Number of bytes of each id's text, int32 [vocab_size], 0 for special tokens; None as
@@ -116,6 +128,30 @@ class Tokenizer(Protocol):
     def decode_after(self, ids: list[int]) -> str:
         """The text of token ids that follow a mark."""
         return self.decode(ids)
+
+
+def padding_of(tokenizer: Tokenizer, vocab_size: int) -> int:
+    """The token that fills up rows: the end of a document if the model has no row for padding."""
+    pad = tokenizer.pad
+    return tokenizer.eod if pad is None or pad >= vocab_size else pad
+
+
+def missing_rows(tokenizer: Tokenizer, num_rows: int) -> tuple[str, ...]:
+    """A note on the added tokens for which a model has no row; ValueError where other tokens have
+    none."""
+    end, needed = tokenizer.eod, tokenizer.required_size
+    if needed > num_rows:
+        name = repr(tokenizer.decode([end])) if end < tokenizer.model_size else "appended"
+        remedy = "name its eos_token in tokenizer_config.json, or " * (end >= num_rows)
+        raise ValueError(
+            f"tokenizer {tokenizer.spec} needs {needed} rows with the end of a document ({name}, "
+            f"id {end}), the model has {num_rows}: {remedy}choose the model's own tokenizer with "
+            "--tokenizer"
+        )
+    names = [tokenizer.decode([i]) for i in range(num_rows, tokenizer.vocab_size)]
+    shown = ", ".join(names[:5]) + ", ..." * (len(names) > 5)
+    note = f"the model has no row for {len(names)} added tokens of the tokenizer ({shown}): "
+    return (f"{note}a text with one of them is an error",) * bool(names)
 
 
 def without(special: Collection[int], known: Mapping[int, bytes]) -> dict[int, bytes]:

@@ -1,8 +1,8 @@
 """Tokenizers from vocabulary files: SentencePiece, tokenizer.json, GPT-2 and BERT."""
 
 import functools
+import itertools
 import json
-import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,13 @@ from typing import Any
 import numpy as np
 
 from maxmeg.data.tokenizers import merged_bytes
+from maxmeg.data.tokenizers.decoded_bytes import (
+    decoded_bytes,
+    is_byte_level,
+    letter_bytes,
+    misread_tokens,
+    piece_bytes,
+)
 from maxmeg.data.tokenizers.tokenizer import (
     Tokenizer,
     identity_of,
@@ -22,7 +29,6 @@ from maxmeg.data.tokenizers.tokenizer import (
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<EOD>", "</s>", "<eos>", "[SEP]")
 FAST_AFTER = 1 << 19  # characters after which preparing tiktoken pays off
 MAX_WORD_CHARACTERS = 100  # BERT's limit: longer words become [UNK]
-_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"  # the character that SentencePiece uses for a space
 
 
@@ -87,8 +93,13 @@ class SentencePieceTokenizer(Tokenizer):
         )
 
     def token_bytes(self) -> dict[int, bytes]:
-        pieces = {i: self._model.IdToPiece(i) for i in range(self._model.GetPieceSize())}
-        return without(self.special_ids, _piece_bytes(pieces))
+        """The unknown piece has the bytes of the sign that it is decoded to."""
+        model, known = self._model, {}
+        for i in range(model.GetPieceSize()):
+            piece = model.IdToPiece(i)
+            text = self.decode_after([i]) if i == self.unk else piece.replace(_WORD_START, " ")
+            known[i] = piece_bytes(piece) if model.IsByte(i) else text.encode("utf-8")
+        return without(self.special_ids, known)
 
     def token_id(self, name: str) -> int | None:
         token = self._model.PieceToId(name)
@@ -211,20 +222,39 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         self.bos, self.cls = _either(self.bos, self.cls), _either(self.cls, self.bos)
         self.sep = self.eod if named and self.sep is None else self.sep
 
+    @functools.cached_property
+    def required_size(self) -> int:
+        """The ids of the model's own vocabulary except special tokens, of the end of a document
+        and of what begins a text."""
+        vocabulary = self._model.get_vocab(with_added_tokens=False).values()
+        text = (i for i in vocabulary if i not in self.special_ids)
+        return max(*text, self.eod, *self.opening, -1) + 1
+
+    @functools.cached_property
+    def _misread(self) -> dict[int, str]:
+        return misread_tokens(self._model)
+
+    @functools.cached_property
+    def _is_byte_level(self) -> bool:
+        return is_byte_level(self._model)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        if not self._misread:
+            return super().decode(ids)
+        runs, decode = itertools.groupby(map(int, ids), self._misread.__contains__), super().decode
+        return "".join(
+            "".join(map(self._misread.__getitem__, run)) if is_literal else decode(run)
+            for is_literal, run in runs
+        )
+
+    def decode_marked(self, ids: Iterable[int], names: Mapping[int, str]) -> str:
+        if self._is_byte_level:  # the library would take the names' letters for bytes
+            return Tokenizer.decode_marked(self, ids, names)
+        return super().decode_marked(ids, names)
+
     def token_bytes(self) -> dict[int, bytes] | None:
-        decoder = json.loads(self._model.to_str())["decoder"] or {}
-        kinds = {one["type"] for one in decoder.get("decoders", [decoder]) if one}
-        tokens = {i: token for token, i in self._model.get_vocab().items()}
-        if "ByteLevel" in kinds:
-            known = _letter_bytes(tokens)
-        elif kinds & {"Metaspace", "ByteFallback"}:
-            known = _piece_bytes(tokens)
-        else:
-            return None
-        # Added tokens are literal text.
-        for i, token in self._model.get_added_tokens_decoder().items():
-            known[i] = token.content.encode("utf-8")
-        return without(self.special_ids, known)
+        known = decoded_bytes(self._model)
+        return None if known is None else without(self.special_ids, known)
 
     def _opening(self) -> tuple[int, ...]:
         """From tokenizer.json alone, as transformers ignores add_bos_token beside one."""
@@ -265,8 +295,8 @@ class Gpt2Tokenizer(_AcceleratedTokenizer):
         return self._model.decode([int(i) for i in ids if i < self.model_size])
 
     def token_bytes(self) -> dict[int, bytes]:
-        tokens = {i: token for token, i in self._vocabulary.items()}
-        return without(self.special_ids, _letter_bytes(tokens))
+        known = {i: letter_bytes(token) for token, i in self._vocabulary.items()}
+        return without(self.special_ids, known)
 
     def token_id(self, name: str) -> int | None:
         return self._vocabulary.get(name)
@@ -315,22 +345,6 @@ class WordPieceTokenizer(_LibraryTokenizer):
         self.vocab_size = max(self.model_size, self.eod + 1)
         lines = "\n".join(vocabulary).encode()
         self.identity = identity_of("wordpiece", lines, str((lower, strip, chinese)).encode())
-
-
-def _piece_bytes(pieces: Mapping[int, str]) -> dict[int, bytes]:
-    """The bytes of SentencePiece's pieces; a piece such as <0x0A> is one byte."""
-    return {
-        i: bytes([int(piece[3:5], 16)])
-        if _BYTE.fullmatch(piece)
-        else piece.replace(_WORD_START, " ").encode("utf-8")
-        for i, piece in pieces.items()
-    }
-
-
-def _letter_bytes(tokens: Mapping[int, str]) -> dict[int, bytes]:
-    """The bytes of byte-level BPE's tokens, in which a letter stands for a byte."""
-    letters = merged_bytes.byte_letters()
-    return {i: bytes(letters.get(c, ord("?")) for c in token) for i, token in tokens.items()}
 
 
 def _lines_as_ids(path: Path) -> dict[str, int]:
