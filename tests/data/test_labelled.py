@@ -141,7 +141,7 @@ def test_rows(tmp_path, tokenizer):
         "loss_mask": [1, 0, 0, 0, 0, 0, 0],
         "targets": [1, 0, 0, 0, 0, 0, 0],
     }
-    with pytest.raises(ValueError, match=r"a\.jsonl: id 7 is not in the vocabulary \[0, 7\)"):
+    with pytest.raises(ValueError, match=r"a\.json: id 7 is not in the vocabulary \[0, 7\)"):
         opened(tmp_path, tokenizer, [pair], size=7)
     last = opened(tmp_path, tokenizer, [pair], scored=Scored.last).batch(np.arange(1))
     assert last["loss_mask"][0].nonzero()[0].tolist() == [5]

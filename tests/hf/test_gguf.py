@@ -161,7 +161,7 @@ def test_the_tokenizer_of_the_file_is_kept(tmp_path, capsys):
     argv = ["convert", f"--input={tmp_path / 'x.gguf'}", f"--output={tmp_path / 'run'}"]
     run_command(command.main, command.Options, needs_config=False, argv=argv)
     said = capsys.readouterr().out
-    assert f"--run_dir={tmp_path / 'run'} --prompt=TEXT" in said and "note" not in said
+    assert f"next: maxmeg chat {tmp_path / 'run'}" in said and "note" not in said
     tokenizer = load_run(str(tmp_path / "run")).tokenizer
     assert tokenizer.encode("ab a<end>").tolist() == [2, 3, 0, 4] and tokenizer.eod == 4
     (text,) = load_chat_template(tokenizer).render([[{"role": "user", "content": "b"}]])
