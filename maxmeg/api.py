@@ -13,7 +13,7 @@ import numpy as np
 
 from maxmeg.checkpoint.places import place_of, steps_in
 from maxmeg.checkpoint.processes import Processes
-from maxmeg.config import files
+from maxmeg.config import files, values
 from maxmeg.config.files import checkpoint_folder
 from maxmeg.config.model import DType
 from maxmeg.config.named import load_config
@@ -63,7 +63,7 @@ def load(
     MTP layers or averages that are asked for.
     """
     set_gpu_environment()
-    chosen = files.convert("dtype", dtype, DType) if dtype else None
+    chosen = values.convert("dtype", dtype, DType) if dtype else None
     path, mesh = os.fspath(folder), local_mesh(tensor)
     return LanguageModel.of(load_run(path, step, mesh, chosen, master_weights, mtp, average))
 
@@ -97,9 +97,9 @@ def config(name: str, **overrides: typing.Any) -> Config:
     loaded, kinds = load_config(name), files.leaves(Config)
     for path in overrides:
         if path not in kinds:
-            raise ValueError(files.unknown_field(path, kinds))
-    values = {path: files.convert(path, value, kinds[path]) for path, value in overrides.items()}
-    return with_fields(loaded, values)
+            raise ValueError(values.unknown_field(path, kinds))
+    typed = {path: values.convert(path, value, kinds[path]) for path, value in overrides.items()}
+    return with_fields(loaded, typed)
 
 
 def train(

@@ -11,7 +11,7 @@ if __name__ == "__main__":  # before the imports: a mistake needs no JAX
 
 import math
 
-from maxmeg.config import files
+from maxmeg.config import values
 from maxmeg.config.options import Evaluate as Options
 from maxmeg.config.retro import Neighbours
 from maxmeg.config.validate import validate
@@ -69,7 +69,7 @@ def print_loss(trained: Trained, options: Options) -> None:
     config.train.global_batch_size = options.batch_size
     config.train.micro_batch_size = 0
     if options.neighbours:
-        kind = files.convert("neighbours", options.neighbours, Neighbours)
+        kind = values.convert("neighbours", options.neighbours, Neighbours)
         config.data.read_neighbours = kind
     if options.paths:
         read_whole(config.data, options.paths, index)

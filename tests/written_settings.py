@@ -2,7 +2,7 @@
 
 import typing
 
-from maxmeg.config import files
+from maxmeg.config import files, values
 from maxmeg.config.schema import Config
 
 
@@ -10,4 +10,4 @@ def values_of(text: str, section: type = Config) -> dict[str, typing.Any]:
     """Values by dotted name, of the types that the section's fields have."""
     kinds = files.leaves(section)
     pairs = [each.partition("=") for each in text.split("; ") if each]
-    return {path: files.convert(path, value, kinds[path]) for path, _, value in pairs}
+    return {path: values.convert(path, value, kinds[path]) for path, _, value in pairs}

@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 
-from maxmeg.config.setting import setting
+from maxmeg.config.setting import Section, setting
 
 
 class Transform(enum.Enum):
@@ -12,8 +12,8 @@ class Transform(enum.Enum):
     gelu_tanh = "gelu_tanh"
 
 
-@dataclasses.dataclass
-class BertConfig:
+@dataclasses.dataclass(repr=False)
+class BertConfig(Section):
     """Embeddings and heads that BERT and its relatives have around the layers."""
 
     token_types: int = setting(

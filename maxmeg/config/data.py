@@ -5,7 +5,7 @@ import enum
 
 from maxmeg.config.labelled import GLUE, Format, Scored
 from maxmeg.config.retro import Neighbours
-from maxmeg.config.setting import setting
+from maxmeg.config.setting import Section, setting
 
 MASKED_SHARE = 0.15  # of the tokens of a row at most, as in BERT
 HAS_TEXT = "has_text_"  # + number of a text: arrays [B] of a batch, 1 for rows that have it
@@ -79,8 +79,8 @@ class TooLong(enum.Enum):
     truncate = "truncate"
 
 
-@dataclasses.dataclass
-class DataConfig:
+@dataclasses.dataclass(repr=False)
+class DataConfig(Section):
     """Corpus, tokenizer and samples."""
 
     paths: tuple[str, ...] = setting(

@@ -2,9 +2,9 @@
 
 import dataclasses
 
-from maxmeg.config.files import fields, text
 from maxmeg.config.schema import Config
-from maxmeg.config.setting import walk
+from maxmeg.config.setting import fields, walk
+from maxmeg.config.values import text
 
 _INTRO = """# Settings
 

@@ -1,22 +1,18 @@
 """Read and write configs as plain dicts and YAML files."""
 
-import contextlib
 import dataclasses
-import difflib
 import enum
-import fractions
-import math
 import os
 import pathlib
-import re
 import typing
 
 import yaml
 
-from maxmeg.config.hints import hub_command, nearest
+from maxmeg.config.hints import hub_command
 from maxmeg.config.paths import relocated
 from maxmeg.config.schema import Config
-from maxmeg.config.setting import declarations
+from maxmeg.config.setting import declarations, fields
+from maxmeg.config.values import EMPTY, convert, mismatch, text, unknown_field
 
 CONFIG_FILE, CHECKPOINTS = "config.yaml", "checkpoints"  # in a run folder
 COMPILE_CACHE = "compile_cache"  # there too: programs compiled for GPUs
@@ -24,10 +20,6 @@ _HEADER = """\
 # The settings of a run; start it again with: maxmeg train --config={name}
 # run_dir is the folder of this file, even after a move; start another with --run_dir=FOLDER
 """
-EMPTY = "''"  # an empty value on a command line
-_SUFFIXED = re.compile(r"([+-]?\d+(?:\.\d+)?)([KMBT])", re.IGNORECASE)
-_SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-_BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 
 
 def checkpoint_folder(config: Config) -> str:
@@ -154,21 +146,6 @@ def _values(section, prefix=""):
         yield from _values(field.metadata["section"]() if value is None else value, f"{path}.")
 
 
-def text(value: typing.Any) -> str:
-    """Return a field's value as it is written on a command line."""
-    if isinstance(value, tuple):
-        return ",".join(map(str, value))
-    if isinstance(value, enum.Enum):
-        return value.name
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def fields(section: type) -> dict[str, typing.Any]:
-    """Return the type of each field of a section."""
-    hints = typing.get_type_hints(section)
-    return {field.name: hints[field.name] for field in dataclasses.fields(section)}
-
-
 def leaves(section: type, prefix: str = "") -> dict[str, typing.Any]:
     """Return the type of every field below a section, by dotted path; of absent sections too."""
     found: dict[str, typing.Any] = {}
@@ -180,83 +157,6 @@ def leaves(section: type, prefix: str = "") -> dict[str, typing.Any]:
     return found
 
 
-def unknown_field(path: str, names: typing.Iterable[str]) -> str:
-    """Return the message for a field that does not exist, with the nearest name."""
-    near = nearest(path, names)
-    return f"unknown field {path}: " + (
-        f"did you mean {near}?" if near else "docs/config.md lists all fields"
-    )
-
-
-def convert(path: str, value: typing.Any, kind: typing.Any) -> typing.Any:
-    """Return a value, or its text on a command line, as the type of a field.
-
-    ValueError naming the path, the value and what was expected.
-    """
-    if typing.get_origin(kind) is tuple:
-        item = typing.get_args(kind)[0]
-        if isinstance(value, str):
-            value = [part.strip() for part in value.split(",")] if value.strip() else []
-        if not isinstance(value, list | tuple):
-            raise _mismatch(path, value, "a list")
-        return tuple(convert(f"{path}[{i}]", part, item) for i, part in enumerate(value))
-    if issubclass(kind, enum.Enum):
-        return _to_enum(path, value, kind)
-    if kind is bool:
-        value = _BOOLEANS.get(value.lower(), value) if isinstance(value, str) else value
-        if not isinstance(value, bool):
-            raise _mismatch(path, value, "true or false")
-        return value
-    if kind is str:
-        if not isinstance(value, str):
-            raise _mismatch(path, value, "a string: write it in quotes")
-        return value
-    return _to_number(path, value, kind)
-
-
-def _to_enum(path, value, kind):
-    if isinstance(value, kind):
-        return value
-    if isinstance(value, str) and value in kind.__members__:
-        return kind[value]
-    names = list(kind.__members__)
-    near = difflib.get_close_matches(str(value), names, 1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    raise _mismatch(path, value, f"one of {', '.join(names)}{hint}")
-
-
-def whole_number(text: str) -> int:
-    """Return the number that is written as 800, 1e4, 4M or 1.5k.
-
-    ValueError for another text, OverflowError for infinity.
-    """
-    if match := _SUFFIXED.fullmatch(text):
-        number = fractions.Fraction(match[1]) * _SUFFIXES[match[2].upper()]
-    else:
-        number = int(text) if text.lstrip("+-").isdecimal() else float(text)
-    if number != int(number):
-        raise ValueError(f"{text} is no whole number")
-    return int(number)
-
-
-def _to_number(path, value, kind):
-    is_whole, number = kind is int, value
-    if isinstance(value, str):  # YAML reads 3e-4 as text
-        with contextlib.suppress(ValueError, OverflowError):
-            number = whole_number(value) if is_whole else float(value)
-    expected = "a whole number" if is_whole else "a finite number"
-    if isinstance(number, bool) or not isinstance(number, int | float):
-        raise _mismatch(path, value, expected)
-    with contextlib.suppress(OverflowError):  # an integer beyond all floats
-        if math.isfinite(number) and (not is_whole or number == int(number)):
-            return kind(number)
-    raise _mismatch(path, value, expected)
-
-
-def _mismatch(path, value, expected):
-    return ValueError(f"{path}={value!r} ({type(value).__name__}): expected {expected}")
-
-
 def _check_name(name, kinds, prefix):
     if name not in kinds:
         known = [prefix + field for field in kinds] + list(leaves(Config))
@@ -265,7 +165,7 @@ def _check_name(name, kinds, prefix):
 
 def _section(section, values, prefix):
     if not isinstance(values, dict):
-        raise _mismatch(prefix.rstrip(".") or "the config", values, "a section of named fields")
+        raise mismatch(prefix.rstrip(".") or "the config", values, "a section of named fields")
     kinds = fields(section)
     result = section()
     for name, value in values.items():

@@ -11,13 +11,13 @@ import sys
 import typing
 from collections.abc import Callable, Sequence
 
-from maxmeg.config import files
+from maxmeg.config import files, values
 from maxmeg.config.errors import is_for_user, report
 from maxmeg.config.hints import DEVICES, nearest
 from maxmeg.config.model_rules import has_pattern, unread_settings
 from maxmeg.config.named import EXAMPLES, load_config
 from maxmeg.config.schema import Config
-from maxmeg.config.setting import check_bounds, declared_problems, set_field, walk
+from maxmeg.config.setting import check_bounds, declared_problems, fields, set_field, walk
 
 Texts = Sequence[str]  # an option that may be repeated; values are not split at commas
 WARMUPS = ("optim.warmup_steps", "optim.warmup_samples", "optim.warmup_fraction")
@@ -96,7 +96,7 @@ def parse(
 
 def _separate(arguments, options, needs_config):
     """Return the value of --config, the values of settings, and those of options."""
-    option_kinds = files.fields(options) if options is not None else {}
+    option_kinds = fields(options) if options is not None else {}
     setting_kinds = files.leaves(Config) if needs_config else {}
     config, settings, chosen = "", {}, {}
     while arguments:
@@ -121,7 +121,7 @@ def _separate(arguments, options, needs_config):
         elif not equals:
             value = _next_value(flag, arguments)
         target = chosen if name in option_kinds else settings
-        converted = (value,) if kind == Texts else files.convert(name, value, kind)
+        converted = (value,) if kind == Texts else values.convert(name, value, kind)
         if isinstance(converted, tuple):  # repeated flags of a list add up
             converted = target.get(name, ()) + converted
         target[name] = converted

@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 
-from maxmeg.config.setting import setting
+from maxmeg.config.setting import Section, setting
 
 # Fields of ModelConfig that have no effect on a classifier or a biencoder, without output weights.
 OUTPUT_FIELDS = ("bert.transform", "bert.output_bias", "bert.pair_head", "logit_scale")
@@ -32,8 +32,8 @@ def name_in_two(name: str, queries: bool) -> str:
     return f"query.{name}" if queries else name
 
 
-@dataclasses.dataclass
-class HeadConfig:
+@dataclasses.dataclass(repr=False)
+class HeadConfig(Section):
     """A linear layer from the hidden states, or from the pooler's output, to the classes or to the
     vector of a text."""
 

@@ -7,7 +7,7 @@ import textwrap
 import typing
 from collections.abc import Iterator, Sequence
 
-from maxmeg.config import files
+from maxmeg.config import values
 from maxmeg.config.hints import nearest
 from maxmeg.config.named import EXAMPLES
 from maxmeg.config.schema import Config
@@ -49,7 +49,7 @@ def describe(
         lines += ["", "options:"]
         for field in dataclasses.fields(options):
             is_required = field.default is dataclasses.MISSING
-            default = "required" if is_required else files.text(field.default)
+            default = "required" if is_required else values.text(field.default)
             lines += _entry(field.name, default, field.metadata.get("doc", ""))
     if has_settings is False:
         return "\n".join(lines)
@@ -65,7 +65,7 @@ def describe(
         declared = {path: (value, field) for path, value, field in walk(Config())}
         for path in COMMON:
             value, field = declared[path]
-            lines.append(_brief(path, files.text(value), field.metadata["doc"]))
+            lines.append(_brief(path, values.text(value), field.metadata["doc"]))
     counts = ", ".join(f"{name} {count}" for name, count in _groups().items())
     more = f"All settings: --help=all. Those of a group: --help=GROUP, one of {counts}."
     return "\n".join([*lines, "", *textwrap.wrap(more, WIDTH)])
@@ -94,7 +94,7 @@ def _lines_of(group: str, has_settings: bool | None) -> Iterator[str]:
             f"{', '.join(_groups())}, and all"
         )
     for path, value, field in entries:
-        yield from _entry(path, files.text(value), field.metadata["doc"])
+        yield from _entry(path, values.text(value), field.metadata["doc"])
 
 
 def _entry(name: str, default: str, doc: str) -> list[str]:

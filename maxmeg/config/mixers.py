@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 
-from maxmeg.config.setting import setting
+from maxmeg.config.setting import Section, setting
 
 
 class Activation(enum.Enum):
@@ -73,8 +73,8 @@ class ExpertDrop(enum.Enum):
     weight = "weight"
 
 
-@dataclasses.dataclass
-class AttentionConfig:
+@dataclasses.dataclass(repr=False)
+class AttentionConfig(Section):
     """Attention: heads, masks and scores. Multi-latent attention (`mla`) reads these too."""
 
     num_heads: int = setting(4, "number of query heads", "--num-attention-heads")
@@ -146,8 +146,8 @@ class AttentionConfig:
     )
 
 
-@dataclasses.dataclass
-class RotaryConfig:
+@dataclasses.dataclass(repr=False)
+class RotaryConfig(Section):
     """Rotary position embedding (RoPE)."""
 
     base: float = setting(
@@ -227,8 +227,8 @@ class RotaryConfig:
     )
 
 
-@dataclasses.dataclass
-class RelativeConfig:
+@dataclasses.dataclass(repr=False)
+class RelativeConfig(Section):
     """T5's relative position bias: a learned number for each head and bucket of distances, one
     table for all layers of the encoder and one for all layers of the decoder."""
 
@@ -246,8 +246,8 @@ class RelativeConfig:
     )
 
 
-@dataclasses.dataclass
-class MlaConfig:
+@dataclasses.dataclass(repr=False)
+class MlaConfig(Section):
     """Multi-latent attention (DeepSeek-V2)."""
 
     kv_rank: int = setting(
@@ -271,8 +271,8 @@ class MlaConfig:
     norm_eps: float = setting(0.0, "epsilon of the latents' norms; 0: model.norm_eps", at_least=0)
 
 
-@dataclasses.dataclass
-class MlpConfig:
+@dataclasses.dataclass(repr=False)
+class MlpConfig(Section):
     """The feed-forward layer; experts share its activation and bias."""
 
     ffn_size: int = setting(
@@ -313,8 +313,8 @@ class MlpConfig:
     )
 
 
-@dataclasses.dataclass
-class MoeConfig:
+@dataclasses.dataclass(repr=False)
+class MoeConfig(Section):
     """Mixture of experts: sizes, router, load balancing, capacity."""
 
     num_experts: int = setting(8, "number of experts", "--num-experts", at_least=1)
@@ -462,8 +462,8 @@ class MoeConfig:
     )
 
 
-@dataclasses.dataclass
-class MtpConfig:
+@dataclasses.dataclass(repr=False)
+class MtpConfig(Section):
     """Multi-token prediction (DeepSeek-V3)."""
 
     num_layers: int = setting(

@@ -19,7 +19,7 @@ from maxmeg.config.mixers import (
 from maxmeg.config.recompute import NAMES
 from maxmeg.config.recurrent import ConvConfig, DeltaConfig, MambaConfig
 from maxmeg.config.retro import RetroConfig
-from maxmeg.config.setting import setting, with_fields
+from maxmeg.config.setting import Section, setting, with_fields
 
 
 class Position(enum.Enum):
@@ -47,8 +47,8 @@ class NormPlace(enum.Enum):
     post_residual = "post_residual"
 
 
-@dataclasses.dataclass
-class MupConfig:
+@dataclasses.dataclass(repr=False)
+class MupConfig(Section):
     """muP (Yang et al., 2022): hyperparameters tuned at a base width, transferred to this width."""
 
     base_hidden_size: int = setting(
@@ -69,8 +69,8 @@ class MupConfig:
     )
 
 
-@dataclasses.dataclass
-class ModelConfig:
+@dataclasses.dataclass(repr=False)
+class ModelConfig(Section):
     """Architecture and numerics of the language model."""
 
     vocab_size: int = setting(

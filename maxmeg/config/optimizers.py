@@ -5,7 +5,7 @@ import enum
 import math
 
 from maxmeg.config.model import DType
-from maxmeg.config.setting import setting
+from maxmeg.config.setting import Section, setting
 
 
 class NewtonSchulz(enum.Enum):
@@ -24,8 +24,8 @@ class MuonScale(enum.Enum):
     unit_rms_norm = "unit_rms_norm"
 
 
-@dataclasses.dataclass
-class MuonConfig:
+@dataclasses.dataclass(repr=False)
+class MuonConfig(Section):
     """Muon for matrices of layers; AdamW updates embeddings, output layers and vectors."""
 
     momentum: float = setting(0.95, "decay of the momentum", "--muon-momentum", at_least=0, below=1)
@@ -64,8 +64,8 @@ class MuonConfig:
     )
 
 
-@dataclasses.dataclass
-class QkClipConfig:
+@dataclasses.dataclass(repr=False)
+class QkClipConfig(Section):
     """QK-clip (with Muon: MuonClip): scale down the query and key weights of heads whose attention
     logits exceed a threshold."""
 
@@ -89,8 +89,8 @@ class QkClipConfig:
     )
 
 
-@dataclasses.dataclass
-class SoapConfig:
+@dataclasses.dataclass(repr=False)
+class SoapConfig(Section):
     """SOAP for matrices of layers; AdamW updates embeddings, output layers and vectors."""
 
     factor_beta: float = setting(
@@ -103,8 +103,8 @@ class SoapConfig:
     )
 
 
-@dataclasses.dataclass
-class AdafactorConfig:
+@dataclasses.dataclass(repr=False)
+class AdafactorConfig(Section):
     """Adafactor; it does not read beta1, beta2 and eps."""
 
     decay: float = setting(0.8, "exponent: step n decays second moments by 1 - n**-decay", above=0)
@@ -117,8 +117,8 @@ class AdafactorConfig:
     )
 
 
-@dataclasses.dataclass
-class EmaConfig:
+@dataclasses.dataclass(repr=False)
+class EmaConfig(Section):
     """Exponential moving average (EMA) of the trained weights, saved in checkpoints with them."""
 
     decay: float = setting(

@@ -5,7 +5,7 @@ import enum
 import math
 
 from maxmeg.config.mixers import ExpertExchange, TensorOverlap
-from maxmeg.config.setting import setting
+from maxmeg.config.setting import Section, setting
 
 
 class GradientDType(enum.Enum):
@@ -22,8 +22,8 @@ class Schedule(enum.Enum):
 GPUS_A_NODE = 8
 
 
-@dataclasses.dataclass
-class ParallelConfig:
+@dataclasses.dataclass(repr=False)
+class ParallelConfig(Section):
     """Sizes of the mesh axes, slowest first, and settings of the pipeline and of experts."""
 
     pipe: int = setting(1, "pipeline stages", "--pipeline-model-parallel-size")

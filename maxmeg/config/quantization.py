@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 
-from maxmeg.config.setting import setting
+from maxmeg.config.setting import Section, setting
 
 
 class QuantizationRecipe(enum.Enum):
@@ -35,8 +35,8 @@ class AmaxAlgorithm(enum.Enum):
     most_recent = "most_recent"
 
 
-@dataclasses.dataclass
-class QuantizationConfig:
+@dataclasses.dataclass(repr=False)
+class QuantizationConfig(Section):
     """Matrix products of 8-bit and 4-bit numbers in the layers."""
 
     recipe: QuantizationRecipe = setting(

@@ -4,7 +4,7 @@ attention."""
 import dataclasses
 import enum
 
-from maxmeg.config.setting import setting
+from maxmeg.config.setting import Section, setting
 
 SCAN_KERNEL_SIZES = 256, 128  # largest state_size and head_dim of mosaic
 DELTA_KERNEL_SIZES = 128, 128  # largest key_size and value_size of mosaic
@@ -16,8 +16,8 @@ class ScanBackend(enum.Enum):
     mosaic = "mosaic"
 
 
-@dataclasses.dataclass
-class ConvConfig:
+@dataclasses.dataclass(repr=False)
+class ConvConfig(Section):
     """Gated short convolution (LFM2)."""
 
     kernel_size: int = setting(
@@ -26,8 +26,8 @@ class ConvConfig:
     bias: bool = setting(False, "biases of the projections and of the convolution")
 
 
-@dataclasses.dataclass
-class MambaConfig:
+@dataclasses.dataclass(repr=False)
+class MambaConfig(Section):
     """Mamba-2, a state-space model (Dao and Gu, 2024)."""
 
     num_heads: int = setting(
@@ -70,8 +70,8 @@ class MambaConfig:
     output_scale: float = setting(1.0, "factor of the sublayer's output (Falcon-H1)", above=0)
 
 
-@dataclasses.dataclass
-class DeltaConfig:
+@dataclasses.dataclass(repr=False)
+class DeltaConfig(Section):
     """Linear attention by the delta rule: the mixers gated_delta (Gated DeltaNet, Qwen3-Next) and
     kda (Kimi Delta Attention)."""
 

@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 
-from maxmeg.config.setting import setting
+from maxmeg.config.setting import Section, setting
 
 
 class Neighbours(enum.Enum):
@@ -12,8 +12,8 @@ class Neighbours(enum.Enum):
     none = "none"
 
 
-@dataclasses.dataclass
-class RetroConfig:
+@dataclasses.dataclass(repr=False)
+class RetroConfig(Section):
     """Sizes that the mixers chunked_cross, encoder_cross and encoder_attention work with."""
 
     chunk_length: int = setting(

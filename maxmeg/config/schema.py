@@ -19,7 +19,7 @@ from maxmeg.config.optimizers import (
 )
 from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.quantization import QuantizationConfig
-from maxmeg.config.setting import setting
+from maxmeg.config.setting import Section, setting
 
 
 class LossBackend(enum.Enum):
@@ -81,8 +81,8 @@ class WeightDecayRamp(enum.Enum):
     cosine = "cosine"
 
 
-@dataclasses.dataclass
-class LossScaleConfig:
+@dataclasses.dataclass(repr=False)
+class LossScaleConfig(Section):
     """Scale of the loss with model.dtype=float16: it halves where gradients overflow."""
 
     fixed: float = setting(
@@ -119,8 +119,8 @@ class LossScaleConfig:
     )
 
 
-@dataclasses.dataclass
-class OptimConfig:
+@dataclasses.dataclass(repr=False)
+class OptimConfig(Section):
     """Optimizer, learning-rate and weight-decay schedules (Megatron-LM's formulas)."""
 
     optimizer: Optimizer = setting(Optimizer.adamw, "update rule", "--optimizer")
@@ -236,8 +236,8 @@ class OptimConfig:
     adafactor: AdafactorConfig = setting(AdafactorConfig, "Adafactor", needs="optimizer=adafactor")
 
 
-@dataclasses.dataclass
-class TrainConfig:
+@dataclasses.dataclass(repr=False)
+class TrainConfig(Section):
     """Length, batches and loss of the run."""
 
     num_steps: int = setting(
@@ -334,8 +334,8 @@ class TrainConfig:
     )
 
 
-@dataclasses.dataclass
-class CheckpointConfig:
+@dataclasses.dataclass(repr=False)
+class CheckpointConfig(Section):
     """Saving, resuming and initial weights."""
 
     dir: str = setting(
@@ -386,8 +386,8 @@ class CheckpointConfig:
     )
 
 
-@dataclasses.dataclass
-class LogConfig:
+@dataclasses.dataclass(repr=False)
+class LogConfig(Section):
     """Console output, metrics and profiles."""
 
     every: int = setting(10, "steps between console lines", "--log-interval", at_least=1)
@@ -413,8 +413,8 @@ class LogConfig:
     )
 
 
-@dataclasses.dataclass
-class LoraConfig:
+@dataclasses.dataclass(repr=False)
+class LoraConfig(Section):
     """Low-rank adapters (LoRA); the base is frozen in the model's dtype."""
 
     rank: int = setting(
@@ -433,8 +433,8 @@ class LoraConfig:
     )
 
 
-@dataclasses.dataclass
-class WatchdogConfig:
+@dataclasses.dataclass(repr=False)
+class WatchdogConfig(Section):
     """Limits after which a run that hangs or has lost a process ends, with exit code 75."""
 
     step: float = setting(
@@ -466,8 +466,8 @@ class WatchdogConfig:
     )
 
 
-@dataclasses.dataclass
-class Config:
+@dataclasses.dataclass(repr=False)
+class Config(Section):
     """One training run."""
 
     run_dir: str = setting(

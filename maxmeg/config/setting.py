@@ -1,4 +1,4 @@
-"""How settings are declared, read by dotted name, and checked by the rules that they declare."""
+"""How settings are declared, set and read by dotted name, and the rules that they declare."""
 
 import copy
 import dataclasses
@@ -8,7 +8,10 @@ import operator
 import typing
 from collections.abc import Iterator, Mapping
 
-Section = typing.TypeVar("Section")
+from maxmeg.config.hints import nearest
+from maxmeg.config.values import convert, text
+
+Settings = typing.TypeVar("Settings")
 LARGEST = 2**53  # whole numbers up to here are exact as floats too
 BOUNDS = {
     "at_least": operator.ge,
@@ -46,6 +49,48 @@ def setting(
     return dataclasses.field(default=None if section else default, metadata=metadata)
 
 
+class Section:
+    """Settings: the base of a dataclass, which checks each value when it is set.
+
+    AttributeError for an unknown name; TypeError for a value that is not of the field's type. Text
+    is read as on a command line. A section is printed as the settings that are not at their
+    defaults.
+    """
+
+    def __setattr__(self, name: str, value: typing.Any) -> None:
+        kinds = fields(type(self))
+        if name not in kinds:
+            near = nearest(name, kinds)
+            hint = f"did you mean {near}?" if near else "docs/config.md lists all fields"
+            raise AttributeError(f"{type(self).__name__} has no field {name!r}: {hint}")
+        field = field_of(self, name)
+        below = field.metadata["section"]
+        if below is None:
+            try:
+                value = convert(name, value, kinds[name])
+            except ValueError as error:
+                raise TypeError(str(error)) from None
+        elif not isinstance(value, below) and not (value is None and field.default is None):
+            raise TypeError(f"{name}={value!r} is no {below.__name__}")
+        object.__setattr__(self, name, value)
+
+    def __repr__(self) -> str:
+        defaults = {path: value for path, value, _ in walk(type(self)())}
+        lines = [
+            f"\n  {path}={repr(value) if isinstance(value, str) else text(value)}"
+            for path, value, _ in walk(self)
+            if path not in defaults or value != defaults[path]
+        ]
+        return f"{type(self).__name__}({','.join(lines)})"
+
+
+@functools.cache
+def fields(section: type) -> dict[str, typing.Any]:
+    """Return the type of each field of a section."""
+    hints = typing.get_type_hints(section)
+    return {field.name: hints[field.name] for field in dataclasses.fields(section)}
+
+
 def get(section: typing.Any, path: str) -> typing.Any:
     """Return the value of a dotted field name, such as "moe.top_k"; None in an absent section."""
 
@@ -61,7 +106,7 @@ def field_of(section: typing.Any, path: str) -> dataclasses.Field:
     return type(get(section, parents) if parents else section).__dataclass_fields__[name]
 
 
-def with_fields(section: Section, values: Mapping[str, typing.Any]) -> Section:
+def with_fields(section: Settings, values: Mapping[str, typing.Any]) -> Settings:
     """Return a copy of a section in which fields have new values: {"moe.top_k": 2, ...}.
 
     Raises TypeError for a name that is no field.

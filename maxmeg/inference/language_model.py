@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from maxmeg.checkpoint.initialize import base_of
 from maxmeg.checkpoint.manager import Checkpointer
-from maxmeg.config import files
+from maxmeg.config import files, values
 from maxmeg.config.files import checkpoint_folder
 from maxmeg.config.model import DType
 from maxmeg.config.parallel import ParallelConfig
@@ -262,7 +262,7 @@ class LanguageModel:
         dtype: of the weights, bfloat16 or float32. The model is saved beside the folder meanwhile.
         ValueError for float32 if the model's weights are not.
         """
-        chosen = files.convert("dtype", dtype, DType)
+        chosen = values.convert("dtype", dtype, DType)
         if chosen is DType.float32:
             check_unrounded(self.model)
         parent = Path(folder).absolute().parent

@@ -12,7 +12,7 @@ from maxmeg.checkpoint.initialize import check_base, check_tokenizer, restored_b
 from maxmeg.checkpoint.integrity import Manifest
 from maxmeg.checkpoint.manager import Checkpointer
 from maxmeg.checkpoint.resume import check_averages, restore
-from maxmeg.config import files
+from maxmeg.config import values
 from maxmeg.config.files import checkpoints_of
 from maxmeg.config.hints import hub_command
 from maxmeg.config.model import DType
@@ -114,7 +114,7 @@ def load_chosen(options: ModelOptions, mesh: Mesh | None = None, mtp: bool = Fal
 
     ValueError as from `load_run`.
     """
-    dtype = files.convert("dtype", options.dtype, DType) if options.dtype else None
+    dtype = values.convert("dtype", options.dtype, DType) if options.dtype else None
     step = None if options.step < 0 else options.step
     mesh = mesh or local_mesh(options.tensor)
     return load_run(options.run_dir, step, mesh, dtype, mtp=mtp, average=options.average)

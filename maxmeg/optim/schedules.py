@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from maxmeg.config.data import DataOrder
-from maxmeg.config.files import whole_number
 from maxmeg.config.schema import Config, LrDecay, OptimConfig, WeightDecayRamp, WsdDecay
+from maxmeg.config.values import whole_number
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,6 @@ import json
 import pathlib
 from collections.abc import Sequence
 
-from maxmeg.config import files
 from maxmeg.config.mixers import TensorOverlap
 from maxmeg.config.schema import Config
 from maxmeg.config.stages import is_balanced, units_of_chunks
@@ -99,10 +98,10 @@ def plan_of(config: Config, count: int) -> Plan:
 def changed(section, *names: str) -> list[str]:
     """The settings that differ from their defaults, as "moments float8" or "offload". names: the
     fields to look at; none: all."""
-    values = [(field, getattr(section, field.name)) for field in dataclasses.fields(section)]
+    pairs = [(field, getattr(section, field.name)) for field in dataclasses.fields(section)]
     return [
-        f"{field.name} {files.text(value)}".removesuffix(" true")
-        for field, value in values
+        f"{field.name} {values.text(value)}".removesuffix(" true")
+        for field, value in pairs
         if value != field.default and (not names or field.name in names)
     ]
 
