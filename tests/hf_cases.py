@@ -169,6 +169,11 @@ def with_states(
             "NemotronHForCausalLM",
             {**wide, **letters, **nemotron, "chunk_size": 8},
         ),
+        "nemotron h, without mlp": (
+            "NemotronHForCausalLM",
+            {**wide, **nemotron, "chunk_size": 8}
+            | {"layers_block_type": ["linear_attention", "full_attention"] * LAYERS},
+        ),
         "qwen 3 next": (
             "Qwen3NextForCausalLM",
             {**wide, **d, **types, **linear, **experts, "head_dim": 16}
@@ -241,6 +246,11 @@ def sparse(hidden: int = 32, heads: int = 4, own_head_dim: int = 12) -> dict[str
             {**wide, **own, "num_local_experts": 4, "sliding_window": WINDOW}
             | {"swiglu_limit": 1.0, "rope_parameters": YARN},
         ),
+        "gpt oss, unscaled": (
+            "GptOssForCausalLM",
+            {**wide, **own, "num_local_experts": 4, "sliding_window": WINDOW}
+            | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+        ),
         "glm 4 moe": (
             "Glm4MoeForCausalLM",
             {**deep, **groups, **own, "attention_bias": True, "use_qk_norm": True}
@@ -307,4 +317,8 @@ def encoder_decoders() -> dict[str, tuple[str, dict]]:
     return {
         "t5": ("T5ForConditionalGeneration", sizes),
         "t5 v1.1": ("T5ForConditionalGeneration", {**sizes, **untied}),
+        "t5 v1.1, tied": (
+            "T5ForConditionalGeneration",
+            {**sizes, "feed_forward_proj": "gated-gelu", "scale_decoder_outputs": False},
+        ),
     }

@@ -425,7 +425,7 @@ def _open_pairs(opening: _Opening) -> AlignedDataset | None:
         return None
     lengths, cuts = (config.source_tokens, config.sequence_length), config.too_long.value
     rest = lengths, opening.tokenizer, cuts == "truncate", opening.order.seed
-    data = AlignedDataset(corpora, *part, *rest)
+    data = AlignedDataset(corpora, *part, *rest, start=config.start_token)
     logger.info("%s: %s", SPLITS[part[1]], data)
     return data
 

@@ -17,8 +17,9 @@ import numpy as np
 from maxmeg.checkpoint.integrity import some
 from maxmeg.checkpoint.stream import StreamWriter, TensorInfo, row_blocks
 from maxmeg.config import files
-from maxmeg.config.data import Objective, TooLong
+from maxmeg.config.data import DataConfig, Objective, TooLong
 from maxmeg.config.labelled import Scored
+from maxmeg.config.mixers import RotaryScaling
 from maxmeg.config.model import DType, ModelConfig
 from maxmeg.config.options import Quantize
 from maxmeg.config.schema import Config
@@ -32,6 +33,7 @@ from maxmeg.hf.families.classifier_tables import (
     objective_of,
     written_names,
 )
+from maxmeg.hf.families.keys import checked
 from maxmeg.hf.formats.quantized import QUANTIZATION, dequantized
 from maxmeg.hf.formats.safetensors import DTYPES, SafetensorsFolder, SafetensorsWriter, read_json
 from maxmeg.hf.formats.source import Source, Weights
@@ -56,6 +58,11 @@ TOKENIZER_FILES += ["vocab.txt", "merges.txt", "tokenizer.model", "*.jinja", "ch
 GENERATION = "generation_config.json"
 SMALL_FILES = ("config.json", GENERATION, *TOKENIZER_FILES, "LICENSE*", "NOTICE*")  # never code
 EXACT = [DTYPES[name] for name in ("F32", "BF16", "F16")]  # dtypes that float32 represents exactly
+LONGROPE = (
+    "rotary.scaling=longrope: where a prompt and the most new tokens (--num_tokens, max_tokens) "
+    "are more than {0} together, generated text has the long factors from its first token on, and "
+    "transformers changes to them at that length: ask for fewer tokens to get the same text"
+)
 Pairs: typing.TypeAlias = list[tuple[str, Binding]]
 
 
@@ -149,7 +156,7 @@ def import_model(source: Source, target: str | os.PathLike[str], tokenizer: str 
     tokenizer: a value of data.tokenizer, to replace the tokenizer among the source's files.
     """
     family, described = families.architecture(source.config), families.model_config(source.config)
-    model = families.with_saved_mtp(described, source.weights.tensors, family)
+    model = families.with_saved_tensors(described, source.weights.tensors, family)
     matched = match(source.weights, model, family)
     target = Path(target).absolute()
     check_empty(target)
@@ -262,7 +269,7 @@ def _write_folder(
     carried = carried_config(folder)
     family = choose_family(model, carried, family)
     model = families.with_writable_mtp(model, family)
-    described = _merged(carried, model, family, config.data.tokenizer)
+    described = _merged(carried, model, family, config.data)
     if config.data.labels and family in CLASSIFIERS and "id2label" in described:
         described |= written_names([*config.data.labels])
     described["dtype"] = dtype.value
@@ -322,7 +329,7 @@ def replace_chat_template(folder: Path, text: str) -> None:
 def imported(source: Source) -> Pairs:
     """Return the tensors that import_model would read."""
     family, model = families.architecture(source.config), families.model_config(source.config)
-    model = families.with_saved_mtp(model, source.weights.tensors, family)
+    model = families.with_saved_tensors(model, source.weights.tensors, family)
     return match(source.weights, model, family)
 
 
@@ -370,7 +377,12 @@ def _prepare(
             f"a document, the model {model.vocab_size}: name its eos_token in "
             "tokenizer_config.json, or choose a tokenizer with --tokenizer"
         )
+    if model.rotary.scaling is RotaryScaling.longrope:
+        notes += (LONGROPE.format(model.rotary.original_length),)
     config.data.sequence_length = min(config.data.sequence_length, model.max_position)
+    if model.has_source and (first := source.config.get(families.START_TOKEN)) is not None:
+        most = model.vocab_size - 1
+        config.data.start_token = checked(families.START_TOKEN, first, int, zero=True, most=most)
     if model.head.num_classes:
         objective = objective_of(families.architecture(source.config))
         scored = Scored.last if model.attention.causal else Scored.first
@@ -417,13 +429,14 @@ def _tokenizer_files(folder: Path, config: Config) -> tuple[dict[Path, str], tup
 
 
 def _merged(
-    carried: Mapping[str, typing.Any], model: ModelConfig, family: str, tokenizer: str
+    carried: Mapping[str, typing.Any], model: ModelConfig, family: str, data: DataConfig
 ) -> dict[str, typing.Any]:
     """Return config.json: the keys of the model, over the imported ones if they do not conflict."""
     if not carried:
-        loaded = load_tokenizer(tokenizer)
+        loaded = load_tokenizer(data.tokenizer)
         carried = {"bos_token_id": loaded.bos, "eos_token_id": loaded.eod}
         carried |= {"pad_token_id": loaded.pad}
+        carried |= {families.START_TOKEN: data.start_token} if data.start_token >= 0 else {}
         return families.hf_config(model, family, carried)
     written = families.hf_config(model, family, carried)
     both = {**carried, **written}

@@ -19,7 +19,6 @@ from jax.sharding import Mesh
 from maxmeg.config.mixers import RotaryScaling
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.schema import Config
-from maxmeg.data.samples.aligned import start_token
 from maxmeg.data.tokenizers.tokenizer import Tokenizer
 from maxmeg.inference.grammar import Grammars, Masks, Matcher
 from maxmeg.inference.load import Trained, load_run, without_pipeline
@@ -110,7 +109,7 @@ class Engine:
             raise ValueError(f"lanes={lanes} must be at least 1")
         if self.trained.mesh.devices.flat[0].platform == "cpu":
             lanes, chunk = max(lanes, CPU_LANES), min(chunk, CPU_CHUNK)
-        self.start = start_token(trained.tokenizer) if self.model.has_source else None
+        self.start = trained.start_token if self.model.has_source else None
         if 0 < self.model.mtp.num_layers < proposals:
             raise ValueError(
                 f"proposals={proposals} exceeds the {self.model.mtp.num_layers} MTP layers, each "

@@ -17,6 +17,7 @@ from maxmeg.hf.families.binding import Fusion
 from maxmeg.hf.families.classifier_tables import CLASSIFIERS
 from maxmeg.hf.families.read import (
     FAMILIES,
+    aliases,
     architecture,
     array_shapes,
     bindings,
@@ -84,6 +85,8 @@ def test_split_and_join_are_inverses(name):
         settings = settings | {"num_hidden_layers": len(settings["layers_block_type"])}
     model = model_config({**settings, "architectures": [family]})
     shapes = array_shapes(model)
+    assert not differences(model, model_config(hf_config(model, family)))
+    assert all(name != repeated for name, repeated in aliases(model, family).items())
     for binding in bindings(model, family):
         size = math.prod(binding.shape)
         theirs = np.arange(size, dtype=np.float32).reshape(binding.shape)

@@ -17,13 +17,17 @@ from maxmeg.data.workers import RebuiltInWorkers
 _PAIRS = 4  # key of the permutations of pairs; packing has 2 and 3
 
 
-def start_token(tokenizer: Tokenizer) -> int:
+def start_token(tokenizer: Tokenizer, stated: int = -1) -> int:
     """The token that a target begins with, before what the decoder predicts.
 
-    It is the bos of data.tokenizer; else decoder_start_token_id of the config.json beside a
-    tokenizer.json; else the first of the tokenizer's bos, padding and end of text.
+    It is the bos of data.tokenizer; else data.start_token (`stated`); else decoder_start_token_id
+    of the config.json beside a tokenizer.json; else the first of the tokenizer's bos, padding and
+    end of text.
     """
-    folder = None if "bos" in parse_spec(tokenizer.spec).roles else hugging_face_folder(tokenizer)
+    has_bos = "bos" in parse_spec(tokenizer.spec).roles
+    if stated >= 0 and not has_bos:
+        return stated
+    folder = None if has_bos else hugging_face_folder(tokenizer)
     first = json_object(folder / "config.json").get("decoder_start_token_id") if folder else None
     choices = (first, tokenizer.bos, tokenizer.pad, tokenizer.eod)
     return next(token for token in choices if token is not None)
@@ -47,6 +51,7 @@ class AlignedDataset(EpochRows, RebuiltInWorkers):
         tokenizer: Tokenizer,
         cuts: bool,
         seed: int,
+        start: int = -1,
     ) -> None:
         sources, targets = self.corpora = list(corpora)
         if len(sources) != len(targets):
@@ -69,7 +74,7 @@ class AlignedDataset(EpochRows, RebuiltInWorkers):
             )
         self.source_length, self.sequence_length = lengths
         self.vocab_size, self._seed = tokenizer.vocab_size, seed
-        self._first, self._end = start_token(tokenizer), tokenizer.eod
+        self._first, self._end = start_token(tokenizer, start), tokenizer.eod
         self._order = EpochOrder(len(self._pairs), seed, _PAIRS, shuffle=split_index == 0)
 
     def __str__(self) -> str:

@@ -259,6 +259,9 @@ class Choice(Part):
         fields[self.field] = self.values[value]
 
     def write(self, model: ModelConfig) -> Json:
+        kinds = [*model.layer_kinds, *[model.mtp_layer] * model.mtp.num_layers]
+        if self.field.partition(".")[0] in unread_groups(kinds):
+            return {}
         value = get(model, self.field)
         for name in (self.default, *self.values):
             if self.values[name] is value:

@@ -52,6 +52,7 @@ MAMBA1_REMEDY = (
     "it has Mamba-1 layers, whose scan has a decay of its own for each channel and state; the "
     f"mixers are {', '.join(MIXERS)}, of which mamba is Mamba-2: choose one of {', '.join(MAMBA)}"
 )
+START_TOKEN = "decoder_start_token_id"
 OUTER_KEYS = (*TOKENS, "tie_word_embeddings", "quantization_config", "auto_map")
 # Fields beside config.initial.FREE that no config.json has: tokens are dropped in training only.
 DROPS = {"moe.capacity_factor", "moe.drop_policy"}
@@ -112,10 +113,13 @@ def model_config(config: Mapping[str, typing.Any]) -> ModelConfig:
     return model
 
 
-def with_saved_mtp(model: ModelConfig, names: Iterable[str], family: str) -> ModelConfig:
+def with_saved_tensors(model: ModelConfig, names: Iterable[str], family: str) -> ModelConfig:
     """Return the model with MTP layers only if the files, whose tensors are `names`, have them:
-    config.json names layers that are not saved, or (Qwen3-Next) not those that are."""
+    config.json names layers that are not saved, or (Qwen3-Next) not those that are. The same holds
+    for the output weights of T5 v1.1, which transformers 5 calls tied in any case."""
     table, known = table_of(family), {*canonical_names(names, family).values()}
+    if model.has_source and model.logit_scale == 1 and f"{table.ends['output']}.weight" in known:
+        model = dataclasses.replace(model, tied=False)
     if table.mtp is QWEN_MTP and not model.mtp.num_layers and "mtp.fc.weight" in known:
         mtp = MtpConfig(num_layers=1, layers=attention_and(model.has("moe")))
         return dataclasses.replace(model, mtp=mtp)
@@ -149,7 +153,7 @@ def hf_config(
     written |= {name: tokens.get(name) for name in TOKENS}
     if model.has_source:  # as the samples begin, unless the source says it
         first = tokens.get("pad_token_id" if tokens.get("bos_token_id") is None else "bos_token_id")
-        written["decoder_start_token_id"] = tokens.get("decoder_start_token_id", first)
+        written[START_TOKEN] = tokens.get(START_TOKEN, first)
     try:
         for part in table.parts:
             written |= part.write(model)
@@ -439,7 +443,7 @@ def aliases(model: ModelConfig, family: str) -> dict[str, str]:
     output = ends["embedding" if model.tied else "output"]
     repeated = {ends["output"]: output} if model.tied else {}
     repeated |= dict.fromkeys(table.copies, ends["embedding"])
-    if model.bert.output_bias:
+    if model.bert.output_bias and table.ends["output"] != table.ends["bert.output"]:
         repeated[f"{table.ends['output']}.bias"] = f"{table.ends['bert.output']}.bias"
     for number in range(model.mtp.num_layers if table.mtp == MtpNames() else 0):
         prefix = f"{table.layer}{model.num_layers + number}"

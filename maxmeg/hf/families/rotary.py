@@ -155,7 +155,8 @@ class Rotary(Part):
         kind = "default" if scaling is RotaryScaling.none else scaling.value
         if kind not in self.kinds:
             raise ValueError(f"rope_scaling has no name for model.rotary.scaling={kind}")
-        written["rope_scaling"] = written_scaling(kind, model) if kind != "default" else None
+        is_plain = kind == "default" and not self.missing
+        written["rope_scaling"] = None if is_plain else written_scaling(kind, model)
         if self.original:
             written[ORIGINAL] = model.rotary.original_length or model.max_position
         return written
