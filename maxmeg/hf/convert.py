@@ -155,7 +155,8 @@ def import_model(source: Source, target: str | os.PathLike[str], tokenizer: str 
 
     tokenizer: a value of data.tokenizer, to replace the tokenizer among the source's files.
     """
-    family, described = families.architecture(source.config), families.model_config(source.config)
+    family = families.architecture(source.config)
+    described, passed = families.read_config(source.config)
     model = families.with_saved_tensors(described, source.weights.tensors, family)
     matched = match(source.weights, model, family)
     target = Path(target).absolute()
@@ -169,6 +170,9 @@ def import_model(source: Source, target: str | os.PathLike[str], tokenizer: str 
             for expert, piece in binding.pieces()
         )
         write_run(config, identity, pieces)
+        if passed:
+            names = ", ".join(passed)
+            notes += (f"keys of config.json that {family} does not read are passed over: {names}",)
         if described.mtp.num_layers > model.mtp.num_layers:
             notes += ("the files have no MTP layers: mtp.num_layers=0",)
     except BaseException:

@@ -209,14 +209,15 @@ def test_imports_take_another_tokenizer_or_none(tmp_path):
 def test_t5_without_tokenizer_begins_as_config_json_says(tmp_path, has_output):
     """transformers 5 calls the output weights of v1.1 tied, also if its files have them."""
     family, settings = encoder_decoders()["t5 v1.1, tied"]
-    settings = settings | {"architectures": [family], "decoder_start_token_id": 7}
+    settings = settings | {"architectures": [family], "decoder_start_token_id": 7, "x": 1}
     model = families.model_config(settings)
     table = random_tensors(model, family)["shared.weight"]
     more = {"lm_head.weight": 2 * table} if has_output else {}
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text(json.dumps(settings))
     write_tensors(tmp_path / "hf", random_tensors(model, family) | more)
-    assert "null:61" in convert_in(tmp_path / "hf", tmp_path / "run").notes[0]
+    notes = convert_in(tmp_path / "hf", tmp_path / "run").notes
+    assert "null:61" in notes[0] and notes[1].endswith("passed over: x")
     config = files.load(tmp_path / "run" / "config.yaml")
     assert config.model.tied == (not has_output) and config.model.logit_scale == 1
     assert start_token(load_tokenizer(config.data.tokenizer), config.data.start_token) == 7

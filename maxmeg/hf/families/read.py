@@ -1,5 +1,6 @@
 """config.json <-> ModelConfig, and tensors in files <-> arrays of the model, for every family."""
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -23,7 +24,7 @@ from maxmeg.hf.families.encoder_tables import ENCODERS
 from maxmeg.hf.families.expert_tables import SPARSE
 from maxmeg.hf.families.experts import MTP_LAYERS, MtpAttention, attention_and
 from maxmeg.hf.families.hybrid_tables import HYBRID
-from maxmeg.hf.families.keys import TOKENS, Keys, refused, resolved, with_layers
+from maxmeg.hf.families.keys import TOKENS, Ignored, Keys, refused, resolved, with_layers
 from maxmeg.hf.families.mamba import LetteredMtp
 from maxmeg.hf.families.mamba_tables import MAMBA
 from maxmeg.hf.families.t5_tables import ENCODER_DECODERS
@@ -101,16 +102,36 @@ def table_of(family: str | Family) -> Family:
 
 
 def model_config(config: Mapping[str, typing.Any]) -> ModelConfig:
-    """Return the model that a config.json describes; ValueError for an unknown key or value."""
+    """Return the model that a config.json describes; ValueError for keys of other families' models,
+    and for values that are not supported."""
+    return read_config(config)[0]
+
+
+def read_config(config: Mapping[str, typing.Any]) -> tuple[ModelConfig, list[str]]:
+    """Return the model that a config.json describes, and its keys without effect."""
     name, keys = architecture(config), Keys(text_part(config))
     fields = dict(FAMILIES[name].constants)
     for part in FAMILIES[name].parts:
         part.read(keys, fields)
-    keys.finish(name, FAMILIES[name].code)
+    passed = keys.finish(name, FAMILIES[name].code, effective_keys)
     model = with_fields(ModelConfig(), with_layers(fields))
     if problems := [*declared_problems(model, "model."), *model_problems(model)]:
         raise ValueError("config.json does not describe a valid model:\n" + "\n".join(problems))
-    return model
+    return model, passed
+
+
+@functools.cache
+def effective_keys() -> frozenset[str]:
+    """Return the keys that describe a model of any family."""
+    names: set[str] = set()
+    for table in FAMILIES.values():
+        keys, fields = Keys({}), dict(table.constants)
+        for part in table.parts:
+            if not isinstance(part, Ignored):
+                with contextlib.suppress(ValueError):  # a key without a default
+                    part.read(keys, fields)
+        names |= keys.known
+    return frozenset(names)
 
 
 def with_saved_tensors(model: ModelConfig, names: Iterable[str], family: str) -> ModelConfig:
