@@ -35,8 +35,9 @@ from maxmeg.hf.families.classifier_tables import (
 )
 from maxmeg.hf.families.keys import checked
 from maxmeg.hf.formats.quantized import QUANTIZATION, dequantized
-from maxmeg.hf.formats.safetensors import DTYPES, SafetensorsFolder, SafetensorsWriter, read_json
+from maxmeg.hf.formats.safetensors import DTYPES, SafetensorsWriter, read_json
 from maxmeg.hf.formats.source import Source, Weights
+from maxmeg.hf.formats.torch_files import open_weights
 from maxmeg.hf.quantize import QuantizedWeights, notes_of
 from maxmeg.hf.sentence import SentenceEncoder, encoders_of
 from maxmeg.hf.trained import (
@@ -81,7 +82,7 @@ class Report:
 def open_folder(folder: str | os.PathLike[str]) -> Source:
     """Open a folder that transformers' save_pretrained wrote; ValueError for any other."""
     folder = Path(folder)
-    weights = SafetensorsFolder(folder)
+    weights: Weights = open_weights(folder)
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder} has no config.json, which describes the model: add it")

@@ -260,8 +260,9 @@ def test_arrays_that_no_tensor_holds_are_named():
 
 IN_FILES = {  # family -> name in a file -> name of a binding, None for what holds no weights
     "LlamaForCausalLM": {
-        "model.norm.weight": "model.norm.weight",
-        "lm_head.weight": "lm_head.weight",
+        "module._orig_mod.model.norm.weight": "model.norm.weight",
+        "_orig_mod.module.lm_head.weight": "lm_head.weight",
+        "model._fsdp_wrapped_module.layers.0.mlp.x": "model.layers.0.mlp.x",
         "model.layers.3.self_attn.rotary_emb.inv_freq": None,
     },
     "GPT2LMHeadModel": {

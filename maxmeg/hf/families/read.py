@@ -54,6 +54,8 @@ MAMBA1_REMEDY = (
     f"mixers are {', '.join(MIXERS)}, of which mamba is Mamba-2: choose one of {', '.join(MAMBA)}"
 )
 START_TOKEN = "decoder_start_token_id"
+# What torch.compile, FSDP, recomputation and DistributedDataParallel put into names.
+WRAPPERS = r"(^module|\b_orig_mod|\b_fsdp_wrapped_module|\b_checkpoint_wrapped_module)\."
 OUTER_KEYS = (*TOKENS, "tie_word_embeddings", "quantization_config", "auto_map")
 # Fields beside config.initial.FREE that no config.json has: tokens are dropped in training only.
 DROPS = {"moe.capacity_factor", "moe.drop_policy"}
@@ -483,9 +485,9 @@ def canonical_names(names: Iterable[str], family: str) -> dict[str, str]:
     starts = (table.layer, table.mtp.prefix, *table.ends.values())
     roots = tuple({name.partition(".")[0] + "." for name in starts})
     for name in names:
-        if any(re.search(pattern, name) for pattern in table.ignored):
+        canonical = re.sub(WRAPPERS, "", name).removeprefix("module.")
+        if any(re.search(pattern, canonical) for pattern in table.ignored):
             continue
-        canonical = name
         for pattern, replacement in table.renamed:
             canonical = re.sub(pattern, replacement, canonical)
         if not canonical.startswith(roots):
