@@ -133,6 +133,48 @@ def families(
             },
         ),
         "gpt 2": ("GPT2LMHeadModel", old(hidden, heads)),
+        **similar(hidden, heads, own_head_dim),
+    }
+
+
+def similar(hidden: int, heads: int, own_head_dim: int) -> dict[str, tuple[str, dict]]:
+    """The same of families that combine what the others have."""
+    wide, own, window = gated(hidden, heads), {"head_dim": own_head_dim}, {"sliding_window": WINDOW}
+    even, four = {"num_key_value_heads": heads}, {"num_hidden_layers": 2 * LAYERS} | window
+    muP = {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2}
+    return {
+        "granite": ("GraniteForCausalLM", {**wide, **muP, "logits_scaling": 3.0}),
+        "glm": ("GlmForCausalLM", {**wide, **own}),
+        "glm 4": ("Glm4ForCausalLM", {**wide, **own}),
+        "olmo 3": (
+            "Olmo3ForCausalLM",
+            {**wide, **four, "rope_parameters": {"full_attention": {**YARN, "truncate": True}}},
+        ),
+        "gemma": ("GemmaForCausalLM", {**wide, **own}),
+        "vault gemma": (
+            "VaultGemmaForCausalLM",
+            {**wide, **own, **window, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 2.0},
+        ),
+        "arcee": ("ArceeForCausalLM", {**wide, **own, "mlp_bias": True}),
+        "jais 2": ("Jais2ForCausalLM", wide),
+        "seed oss": ("SeedOssForCausalLM", {**wide, **own}),
+        "cwm": ("CwmForCausalLM", {**wide, **own, **four, "rope_parameters": LLAMA3}),
+        "helium": ("HeliumForCausalLM", {**wide, **even, "head_dim": hidden // heads}),
+        "ernie 4.5": ("Ernie4_5ForCausalLM", {**wide, **own, "use_bias": True}),
+        "cohere": ("CohereForCausalLM", {**wide, "attention_bias": True}),
+        "cohere 2": ("Cohere2ForCausalLM", {**wide, **four}),
+        "exaone 4": ("Exaone4ForCausalLM", {**wide, **four, "sliding_window_pattern": 2}),
+        "exaone 4, rotary": (
+            "Exaone4ForCausalLM",
+            {**wide, "sliding_window": None, "layer_types": ["full_attention"] * LAYERS},
+        ),
+        "smollm 3": ("SmolLM3ForCausalLM", {**wide, "no_rope_layer_interval": 2}),
+        "stable lm": ("StableLmForCausalLM", {**wide, "use_qkv_bias": True}),
+        "stable lm, parallel": ("StableLmForCausalLM", {**wide, "use_parallel_residual": True}),
+        "ministral": (
+            "MinistralForCausalLM",
+            {**wide, **own, **window, "layer_types": ["sliding_attention", "full_attention"]},
+        ),
     }
 
 

@@ -297,9 +297,10 @@ class Scale(Part):
     name: str
     field: str
     inverse: bool = False
+    default: float = 1.0
 
     def read(self, keys: Keys, fields: Fields) -> None:
-        value = keys.read(self.name, 1.0, float, null=1.0)
+        value = keys.read(self.name, self.default, float, null=1.0)
         fields[self.field] = 1 / value if self.inverse else value
 
     def write(self, model: ModelConfig) -> Json:

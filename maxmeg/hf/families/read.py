@@ -1,6 +1,5 @@
 """config.json <-> ModelConfig, and tensors in files <-> arrays of the model, for every family."""
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -12,95 +11,34 @@ import jax
 
 from maxmeg.config.context import KINDS
 from maxmeg.config.initial import FREE
-from maxmeg.config.layers import MIXERS, Layer, places
+from maxmeg.config.layers import Layer, places
 from maxmeg.config.mixers import MtpConfig, RouterScore
 from maxmeg.config.model import ModelConfig, Position
 from maxmeg.config.model_rules import model_problems
 from maxmeg.config.setting import declared_problems, walk, with_fields
+from maxmeg.hf.families.architectures import (
+    FAMILIES,
+    architecture,
+    effective_keys,
+    table_of,
+    text_part,
+)
 from maxmeg.hf.families.binding import Binding, Consecutive, Fusion, Interleaved, Place, Shaped
-from maxmeg.hf.families.classifier_tables import CLASSIFIERS, NAMES
-from maxmeg.hf.families.delta_tables import DELTA, QWEN_MTP
-from maxmeg.hf.families.encoder_tables import ENCODERS
-from maxmeg.hf.families.expert_tables import SPARSE
+from maxmeg.hf.families.delta_tables import QWEN_MTP
 from maxmeg.hf.families.experts import MTP_LAYERS, MtpAttention, attention_and
-from maxmeg.hf.families.hybrid_tables import HYBRID
-from maxmeg.hf.families.keys import TOKENS, Ignored, Keys, refused, resolved, with_layers
+from maxmeg.hf.families.keys import TOKENS, Keys, resolved, with_layers
 from maxmeg.hf.families.mamba import LetteredMtp
-from maxmeg.hf.families.mamba_tables import MAMBA
-from maxmeg.hf.families.t5_tables import ENCODER_DECODERS
-from maxmeg.hf.families.tables import DENSE, Family, Modules, MtpNames
+from maxmeg.hf.families.tables import Family, Modules, MtpNames
 from maxmeg.models.lm import LM
 from maxmeg.state import VOCABULARY_TABLES, array_name
 
 Shape = tuple[int, ...]
-FAMILIES: dict[str, Family] = {
-    **DENSE,
-    **SPARSE,
-    **HYBRID,
-    **MAMBA,
-    **DELTA,
-    **ENCODERS,
-    **CLASSIFIERS,
-    **ENCODER_DECODERS,
-}
-# Only the language models of these are read.
-VISION_LANGUAGE = {
-    f"{name}ForConditionalGeneration": f"{name}ForCausalLM"
-    for name in ("Gemma3", "Qwen3_5", "Qwen3_5Moe")
-}
-MAMBA1 = ("JambaForCausalLM", "MambaForCausalLM", "FalconMambaForCausalLM")
-MAMBA1_REMEDY = (
-    "it has Mamba-1 layers, whose scan has a decay of its own for each channel and state; the "
-    f"mixers are {', '.join(MIXERS)}, of which mamba is Mamba-2: choose one of {', '.join(MAMBA)}"
-)
 START_TOKEN = "decoder_start_token_id"
 # What torch.compile, FSDP, recomputation and DistributedDataParallel put into names.
 WRAPPERS = r"(^module|\b_orig_mod|\b_fsdp_wrapped_module|\b_checkpoint_wrapped_module)\."
-OUTER_KEYS = (*TOKENS, "tie_word_embeddings", "quantization_config", "auto_map")
 # Fields beside config.initial.FREE that no config.json has: tokens are dropped in training only.
 DROPS = {"moe.capacity_factor", "moe.drop_policy"}
 CLOSE = 1e-9  # relative tolerance for numbers that were squared and rooted
-
-
-def text_part(config: Mapping[str, typing.Any]) -> Mapping[str, typing.Any]:
-    """Return a config.json, or that of the language model inside a vision-language model."""
-    named = config.get("architectures")
-    name = str(named[0]) if isinstance(named, list) and len(named) == 1 else ""
-    if name not in VISION_LANGUAGE:
-        return config
-    text, family = config.get("text_config"), VISION_LANGUAGE[name]
-    if not isinstance(text, dict):
-        raise refused("text_config", text, f"{name} must have the settings of its language model")
-    outer = {name: config[name] for name in OUTER_KEYS if name in config}
-    kind = FAMILIES[family].model_type
-    return {**text, **outer, "architectures": [family], "model_type": kind}
-
-
-def architecture(config: Mapping[str, typing.Any]) -> str:
-    """Return the name in FAMILIES of the model class that a config.json names."""
-    config = text_part(config)
-    named, kind = config.get("architectures"), config.get("model_type")
-    if not named:
-        known = {name: table for name, table in FAMILIES.items() if name not in CLASSIFIERS}
-        named = [name for name, table in known.items() if table.model_type == kind] or named
-    if not isinstance(named, list) or len(named) != 1 or named[0] not in list(FAMILIES):
-        plain = [name for name in FAMILIES if name not in CLASSIFIERS]
-        if named in [[name] for name in MAMBA1]:
-            raise refused("architectures", named, MAMBA1_REMEDY)
-        raise refused("architectures", named, f"supported are {', '.join(plain)}, {NAMES}")
-    wanted = FAMILIES[named[0]].model_type
-    if kind not in (wanted, None):
-        raise refused("model_type", kind, f"{named[0]} is of model_type {wanted!r}")
-    return named[0]
-
-
-def table_of(family: str | Family) -> Family:
-    """Return a table by its name in FAMILIES; a Family is returned as it is."""
-    if isinstance(family, Family):
-        return family
-    if family not in FAMILIES:
-        raise ValueError(f"no family is named {family!r}: choose from {', '.join(FAMILIES)}")
-    return FAMILIES[family]
 
 
 def model_config(config: Mapping[str, typing.Any]) -> ModelConfig:
@@ -120,20 +58,6 @@ def read_config(config: Mapping[str, typing.Any]) -> tuple[ModelConfig, list[str
     if problems := [*declared_problems(model, "model."), *model_problems(model)]:
         raise ValueError("config.json does not describe a valid model:\n" + "\n".join(problems))
     return model, passed
-
-
-@functools.cache
-def effective_keys() -> frozenset[str]:
-    """Return the keys that describe a model of any family."""
-    names: set[str] = set()
-    for table in FAMILIES.values():
-        keys, fields = Keys({}), dict(table.constants)
-        for part in table.parts:
-            if not isinstance(part, Ignored):
-                with contextlib.suppress(ValueError):  # a key without a default
-                    part.read(keys, fields)
-        names |= keys.known
-    return frozenset(names)
 
 
 def with_saved_tensors(model: ModelConfig, names: Iterable[str], family: str) -> ModelConfig:

@@ -137,7 +137,8 @@ class Rotary(Part):
         if not self.local:
             return 0.0
         settings = mapping(Keys(mapping(keys, "rope_parameters")), SLIDING)
-        base = agreed(keys, settings, "rope_theta", (self.local,), 10000.0)
+        names, default = ((), self.default) if self.local == SLIDING else ((self.local,), 10000.0)
+        base = agreed(keys, settings, "rope_theta", names, default)
         if agreed(keys, settings, "partial_rotary_factor", (), 1.0) != 1:
             wanted = "in layers with a sliding window whole heads must rotate"
             raise refused("rope_parameters", settings, wanted)
@@ -160,6 +161,21 @@ class Rotary(Part):
         if self.original:
             written[ORIGINAL] = model.rotary.original_length or model.max_position
         return written
+
+
+@dataclasses.dataclass(frozen=True)
+class UnscaledLocal(Rotary):
+    """Only layers without a sliding window are scaled, and rope_parameters has the settings of both
+    (OLMo 3)."""
+
+    local: str = SLIDING
+
+    def write(self, model: ModelConfig) -> Json:
+        written = super().write(model)
+        local = {"rope_type": "default", "rope_theta": written.pop(self.local)}
+        full = {"rope_type": "default", **(written["rope_scaling"] or {})}
+        full["rope_theta"] = written[self.theta]
+        return written | {"rope_parameters": {FULL: full, SLIDING: local}}
 
 
 @dataclasses.dataclass(frozen=True)
