@@ -293,6 +293,12 @@ def sparse(hidden: int = 32, heads: int = 4, own_head_dim: int = 12) -> dict[str
             {**wide, **own, "num_local_experts": 4, "sliding_window": WINDOW}
             | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
         ),
+        "olmoe": ("OlmoeForCausalLM", {**wide, "num_experts": 4}),
+        "granite moe": ("GraniteMoeForCausalLM", {**wide, "num_local_experts": 4}),
+        "granite moe, shared": (
+            "GraniteMoeSharedForCausalLM",
+            {**wide, "num_local_experts": 4, "shared_intermediate_size": 20},
+        ),
         "glm 4 moe": (
             "Glm4MoeForCausalLM",
             {**deep, **groups, **own, "attention_bias": True, "use_qk_norm": True}
@@ -326,6 +332,10 @@ def encoders(hidden: int = 32, heads: int = 4) -> dict[str, tuple[str, dict]]:
         "megatron bert, its layers": ("MegatronBertModel", sizes),
         "roberta": ("RobertaForMaskedLM", {**sizes, **roberta}),
         "roberta, its layers": ("RobertaModel", {**sizes, **roberta}),
+        "xlm roberta": ("XLMRobertaForMaskedLM", {**sizes, **roberta}),
+        "xlm roberta, its layers": ("XLMRobertaModel", {**sizes, **roberta}),
+        "camembert": ("CamembertForMaskedLM", {**sizes, **roberta}),
+        "camembert, its layers": ("CamembertModel", {**sizes, **roberta}),
         "modernbert": ("ModernBertForMaskedLM", {**sizes, **modern}),
         "modernbert, its layers": ("ModernBertModel", {**sizes, **modern, "mlp_bias": True}),
     }

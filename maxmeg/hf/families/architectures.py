@@ -32,7 +32,7 @@ FAMILIES: dict[str, Family] = {
 VISION_LANGUAGE = {
     f"{name}ForConditionalGeneration": f"{name}ForCausalLM"
     for name in ("Gemma3", "Qwen3_5", "Qwen3_5Moe")
-}
+} | {"Mistral3ForConditionalGeneration": "MistralForCausalLM"}
 MAMBA1 = ("JambaForCausalLM", "MambaForCausalLM", "FalconMambaForCausalLM")
 MAMBA1_REMEDY = (
     "it has Mamba-1 layers, whose scan has a decay of its own for each channel and state; the "
@@ -53,6 +53,8 @@ def text_part(config: Mapping[str, typing.Any]) -> Mapping[str, typing.Any]:
         raise refused("text_config", text, f"{name} must have the settings of its language model")
     outer = {name: config[name] for name in OUTER_KEYS if name in config}
     kind = FAMILIES[family].model_type
+    if text.get("model_type") not in (None, kind, kind.removesuffix("_text")):
+        raise refused("text_config.model_type", text["model_type"], f"supported is {kind!r}")
     return {**text, **outer, "architectures": [family], "model_type": kind}
 
 

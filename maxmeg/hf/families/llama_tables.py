@@ -15,7 +15,7 @@ from maxmeg.hf.families.keys import (
     Part,
     ScaledEmbedding,
 )
-from maxmeg.hf.families.mamba import Scale
+from maxmeg.hf.families.mamba import GRANITE_SCALES, Scale
 from maxmeg.hf.families.rotary import ORIGINAL, Rotary, UnscaledLocal
 from maxmeg.hf.families.tables import (
     ATTENTION_BIAS,
@@ -53,12 +53,6 @@ from maxmeg.hf.families.windows import (
 
 MLP_BIAS = Key("mlp_bias", "mlp.bias", False)
 PAIRS = {**ROOT, "rotary.interleaved": True}
-MULTIPLIERS: list[Part] = [
-    Scale("embedding_multiplier", "embedding_scale"),
-    Scale("logits_scaling", "logit_scale", True),
-    Scale("residual_multiplier", "residual_scale"),
-    Scale("attention_multiplier", "attention.scale"),
-]
 JOINED_MLP = {("mlp.gate", "mlp.up"): "mlp.gate_up_proj", "mlp.out": "mlp.down_proj"}
 OLD_GELU = {**GATED, "gelu": GATED["gelu_new"]}  # as transformers reads the first files of Gemma
 UNGATED_LAYER = {
@@ -86,7 +80,7 @@ GRANITE = Family(
     parts=sizes(32000, 4096, 32, 32, None, 11008)
     + numerics(2048, 1e-6)
     + [OPTIONAL_HEAD_DIM, SILU, ATTENTION_BIAS, ATTENTION_DROPOUT, tied(False), MLP_BIAS]
-    + [*MULTIPLIERS, Rotary()],
+    + [*GRANITE_SCALES, Rotary()],
     layers=LLAMA_LAYER,
     constants=ROOT,
 )

@@ -310,6 +310,14 @@ class Scale(Part):
         return {self.name: rounded(1 / value if self.inverse else value)}
 
 
+GRANITE_SCALES: list[Part] = [
+    Scale("embedding_multiplier", "embedding_scale"),
+    Scale("logits_scaling", "logit_scale", True),
+    Scale("residual_multiplier", "residual_scale"),
+    Scale("attention_multiplier", "attention.scale"),
+]
+
+
 def rounded(value: float) -> float:
     """A derived number, rounded so that writing what was read changes nothing."""
     return float(f"{value:.12g}")
