@@ -304,6 +304,15 @@ def sparse(hidden: int = 32, heads: int = 4, own_head_dim: int = 12) -> dict[str
             {**deep, **groups, **own, "attention_bias": True, "use_qk_norm": True}
             | {"partial_rotary_factor": 0.5, "n_shared_experts": 2, "num_mtp_layers": 0},
         ),
+        "glm 4 moe lite": (
+            "Glm4MoeLiteForCausalLM",
+            {**deep, **groups, **latent, "num_mtp_layers": 0},
+        ),
+        "lfm 2 moe": (
+            "Lfm2MoeForCausalLM",
+            {**qwen, "num_hidden_layers": 3, "num_dense_layers": 1}
+            | {"layer_types": ["conv", "full_attention", "conv"]},
+        ),
         "deepseek v2": (
             "DeepseekV2ForCausalLM",
             {**deep, **latent, "topk_method": "group_limited_greedy", "q_lora_rank": None}

@@ -13,6 +13,7 @@ from maxmeg.hf.families.experts import (
     FirstDense,
     Flag,
     Groups,
+    ListedDense,
     Normalized,
     RoutingMethod,
     SharedExperts,
@@ -210,6 +211,7 @@ DEEPSEEK_V3 = Family(
     experts=EXPERTS,
     code=r"(configuration|modeling)_deepseek\.",
 )
+LATENT_SIZES = {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256}
 DEEPSEEK_V2 = dataclasses.replace(
     DEEPSEEK_V3,
     model_type="deepseek_v2",
@@ -223,6 +225,21 @@ DEEPSEEK_V2 = dataclasses.replace(
     + [Fixed("scoring_func", "softmax"), FirstDense(0), LatentRotary()],
     constants={**DEEPSEEK, "moe.softmax_before_topk": True, "rotary.interleaved": True},
     arrays={"moe.router": "mlp.gate.weight"},
+)
+GLM4_MOE_LITE = dataclasses.replace(
+    DEEPSEEK_V3,
+    model_type="glm4_moe_lite",
+    parts=sizes(154880, 2048, 47, 20, 20, 10240)
+    + numerics(202752, 1e-5)
+    + [dataclasses.replace(key, default=LATENT_SIZES.get(key.name, key.default)) for key in LATENT]
+    + [Ignored("head_dim", "qk_head_dim", "ep_size"), SILU, tied(False), ATTENTION_BIAS]
+    + [ATTENTION_DROPOUT, Fixed("pretraining_tp", 1), ListedDense(1)]
+    + num_experts(64, 4, "n_routed_experts", "num_local_experts")
+    + [Key(*EXPERT_FFN, 1536), SharedExperts(1), Groups(2), Normalized()]
+    + [Key("routed_scaling_factor", "moe.scale", 1.8), Fixed("topk_method", "noaux_tc")]
+    + [MTP_LAYERS, Key("rope_interleave", "rotary.interleaved", True)]
+    + [LatentRotary(fraction_default=1.0)],
+    code="",
 )
 OLMOE = Family(
     model_type="olmoe",
@@ -275,6 +292,7 @@ SPARSE: dict[str, Family] = {
     "GraniteMoeForCausalLM": GRANITE_MOE,
     "GraniteMoeSharedForCausalLM": GRANITE_MOE_SHARED,
     "Glm4MoeForCausalLM": GLM4_MOE,
+    "Glm4MoeLiteForCausalLM": GLM4_MOE_LITE,
     "DeepseekV2ForCausalLM": DEEPSEEK_V2,
     "DeepseekV3ForCausalLM": DEEPSEEK_V3,
 }
