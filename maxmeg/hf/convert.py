@@ -59,11 +59,6 @@ TOKENIZER_FILES += ["vocab.txt", "merges.txt", "tokenizer.model", "*.jinja", "ch
 GENERATION = "generation_config.json"
 SMALL_FILES = ("config.json", GENERATION, *TOKENIZER_FILES, "LICENSE*", "NOTICE*")  # never code
 EXACT = [DTYPES[name] for name in ("F32", "BF16", "F16")]  # dtypes that float32 represents exactly
-LONGROPE = (
-    "rotary.scaling=longrope: where a prompt and the most new tokens (--num_tokens, max_tokens) "
-    "are more than {0} together, generated text has the long factors from its first token on, and "
-    "transformers changes to them at that length: ask for fewer tokens to get the same text"
-)
 Pairs: typing.TypeAlias = list[tuple[str, Binding]]
 
 
@@ -382,8 +377,7 @@ def _prepare(
             f"a document, the model {model.vocab_size}: name its eos_token in "
             "tokenizer_config.json, or choose a tokenizer with --tokenizer"
         )
-    if model.rotary.scaling is RotaryScaling.longrope:
-        notes += (LONGROPE.format(model.rotary.original_length),)
+    notes += longrope_notes(model)
     config.data.sequence_length = min(config.data.sequence_length, model.max_position)
     if model.has_source and (first := source.config.get(families.START_TOKEN)) is not None:
         most = model.vocab_size - 1
@@ -396,6 +390,18 @@ def _prepare(
         named |= {"scored": scored} if objective is not Objective.tag else {}
         config.data = dataclasses.replace(config.data, **named)
     return config, loaded.identity, notes
+
+
+def longrope_notes(model: ModelConfig) -> tuple[str, ...]:
+    """Return how generated text differs from transformers', for a model with LongRoPE."""
+    if model.rotary.scaling is not RotaryScaling.longrope:
+        return ()
+    return (
+        "rotary.scaling=longrope: where a prompt and the most new tokens (--num_tokens, "
+        f"max_tokens) are more than {model.rotary.original_length} together, generated text has "
+        "the long factors from its first token on, and transformers changes to them at that "
+        "length: ask for fewer tokens to get the same text",
+    )
 
 
 def _find_tokenizer(folder: Path) -> str:

@@ -12,6 +12,7 @@ from written_settings import values_of
 
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.setting import get, with_fields
+from maxmeg.hf.convert import longrope_notes
 from maxmeg.hf.families.classifier_tables import CLASSIFIERS
 from maxmeg.hf.families.read import (
     FAMILIES,
@@ -172,6 +173,7 @@ def test_keys_without_effect_are_passed_over_and_named():
     code = {"AutoModel": "modeling_phi3.X", "AutoTokenizer": "Xenova/gpt-4o"}
     model, passed = read_config({**PHI3, **off, "auto_map": code})
     assert model == model_config(PHI3) and passed == [*off]
+    assert "more than 4096 together" in longrope_notes(model)[0] and not longrope_notes(LLAMA)
 
 
 ANYTHING = [None, True, False, 0, 1, -1, 2.5, math.nan, 10**40, 10**400, "", "x", [], [[1]], {}]
