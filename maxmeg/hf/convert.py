@@ -19,7 +19,6 @@ from maxmeg.checkpoint.stream import StreamWriter, TensorInfo, row_blocks
 from maxmeg.config import files
 from maxmeg.config.data import DataConfig, Objective, TooLong
 from maxmeg.config.labelled import Scored
-from maxmeg.config.mixers import RotaryScaling
 from maxmeg.config.model import DType, ModelConfig
 from maxmeg.config.options import Quantize
 from maxmeg.config.schema import Config
@@ -34,6 +33,7 @@ from maxmeg.hf.families.classifier_tables import (
     written_names,
 )
 from maxmeg.hf.families.keys import checked
+from maxmeg.hf.families.rotary import longrope_notes
 from maxmeg.hf.formats.quantized import QUANTIZATION, dequantized
 from maxmeg.hf.formats.safetensors import DTYPES, SafetensorsWriter, read_json
 from maxmeg.hf.formats.source import Source, Weights
@@ -390,18 +390,6 @@ def _prepare(
         named |= {"scored": scored} if objective is not Objective.tag else {}
         config.data = dataclasses.replace(config.data, **named)
     return config, loaded.identity, notes
-
-
-def longrope_notes(model: ModelConfig) -> tuple[str, ...]:
-    """Return how generated text differs from transformers', for a model with LongRoPE."""
-    if model.rotary.scaling is not RotaryScaling.longrope:
-        return ()
-    return (
-        "rotary.scaling=longrope: where a prompt and the most new tokens (--num_tokens, "
-        f"max_tokens) are more than {model.rotary.original_length} together, generated text has "
-        "the long factors from its first token on, and transformers changes to them at that "
-        "length: ask for fewer tokens to get the same text",
-    )
 
 
 def _find_tokenizer(folder: Path) -> str:

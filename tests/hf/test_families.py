@@ -12,7 +12,6 @@ from written_settings import values_of
 
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.setting import get, with_fields
-from maxmeg.hf.convert import longrope_notes
 from maxmeg.hf.families.classifier_tables import CLASSIFIERS
 from maxmeg.hf.families.read import (
     FAMILIES,
@@ -28,6 +27,7 @@ from maxmeg.hf.families.read import (
     read_config,
     unused_arrays,
 )
+from maxmeg.hf.families.rotary import longrope_notes
 from maxmeg.models import registry
 
 

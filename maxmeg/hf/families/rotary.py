@@ -284,3 +284,15 @@ def written_scaling(kind: str, model: ModelConfig) -> Json:
         if name != "attention_factor" or value:
             written[name] = list(value) if isinstance(value, tuple) else value
     return written
+
+
+def longrope_notes(model: ModelConfig) -> tuple[str, ...]:
+    """Return how generated text differs from transformers', for a model with LongRoPE."""
+    if model.rotary.scaling is not RotaryScaling.longrope:
+        return ()
+    return (
+        "rotary.scaling=longrope: where a prompt and the most new tokens (--num_tokens, "
+        f"max_tokens) are more than {model.rotary.original_length} together, generated text has "
+        "the long factors from its first token on, and transformers changes to them at that "
+        "length: ask for fewer tokens to get the same text",
+    )
