@@ -15,6 +15,7 @@ from maxmeg.config.hints import nearest
 EMPTY = "''"  # an empty value on a command line
 _SUFFIXED = re.compile(r"([+-]?\d+(?:\.\d+)?)([KMBT])", re.IGNORECASE)
 _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_NUMBERS: typing.Any = numbers.Real  # NumPy's too
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -94,11 +95,11 @@ def _to_number(path, value, kind):
         with contextlib.suppress(ValueError, OverflowError):
             number = whole_number(value) if is_whole else float(value)
     expected = "a whole number" if is_whole else "a finite number"
-    if isinstance(number, bool) or not isinstance(number, numbers.Real):
+    if isinstance(number, bool) or not isinstance(number, _NUMBERS):
         raise mismatch(path, value, expected)
     with contextlib.suppress(OverflowError):  # an integer beyond all floats
         if math.isfinite(number) and (not is_whole or number == int(number)):
-            return kind(number)
+            return int(number) if is_whole else float(number)
     raise mismatch(path, value, expected)
 
 

@@ -186,7 +186,8 @@ def test_options_of_a_command(config_file):
 def test_mistakes_in_the_config_file(config_file, tmp_path):
     cases = {
         config_file + ":huge": "^unknown size 'huge': choose tiny$",
-        config_file + ":typo": "unknown field model.num_layer: did you mean model.num_layers",
+        config_file
+        + ":typo": r"small.py:\d+: AttributeError: .* 'num_layer': did you mean num_layers",
         config_file.replace("small", "smal"): "did you mean .*small.py",
         config_file + ":bug": f"^{config_file}:8: ValueError: invalid literal for int",
         config_file + ":more:colons": "unknown size 'more:colons'",

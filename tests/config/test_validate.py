@@ -1,8 +1,11 @@
 """Every rule between settings: the error holds the values and a remedy; good configs pass."""
 
+import copy
 import itertools
 import math
+from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +14,7 @@ from written_settings import values_of
 from maxmeg.config.mixers import AttentionBackend
 from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.schema import Config, LossBackend
-from maxmeg.config.setting import declared_problems, walk, with_fields
+from maxmeg.config.setting import declared_problems, get, walk, with_fields
 from maxmeg.config.validate import axis_sizes, resolve, validate
 from maxmeg.models.registry import (
     ARCHITECTURES,
@@ -212,9 +215,31 @@ def test_bad_settings_name_values_and_remedy(settings, fragments):
 @pytest.mark.parametrize("path", BOUNDED)
 def test_values_outside_declared_bounds_are_refused(path):
     steps = {"at_least": -1, "above": 0, "at_most": 1, "below": 0}
-    for value in (math.nan, *(limit + steps[name] for name, limit in BOUNDED[path].items())):
-        problems = declared_problems(config_with({path: value}))
-        assert [p for p in problems if p.startswith(f"{path}={value} must be ")], value
+    with pytest.raises(TypeError, match=f"{path.split('.')[-1]}=nan .float.: expected a"):
+        config_with({path: math.nan})
+    for value in (limit + steps[name] for name, limit in BOUNDED[path].items()):
+        config = config_with({path: value})
+        start = f"{path}={get(config, path)} must be "
+        assert [p for p in declared_problems(config) if p.startswith(start)], value
+
+
+def test_a_setting_is_checked_where_it_is_set():
+    config = Config()
+    for section, name, value, error in [
+        (config.optim, "learning_rate", 3, "OptimConfig has no field 'learning_rate': did you"),
+        (config.optim, "lr", "fast", "lr='fast' .str.: expected a finite number"),
+        (config.train, "num_steps", 1.5, "num_steps=1.5 .float.: expected a whole number"),
+        (config.model, "dtype", "bfloat", "expected one of float32, .*did you mean bfloat16"),
+        (config, "model", None, "model=None is no ModelConfig"),
+    ]:
+        with pytest.raises((AttributeError, TypeError), match=error):
+            setattr(section, name, value)
+    assert repr(config) == "Config()"
+    config.run_dir, config.data.paths = Path("a"), ["b", "c"]
+    config.optim.lr, config.model.dtype, config.seed = np.float32(0.5), "float16", np.int64(3)
+    shown = "run_dir='a', seed=3, model.dtype=float16, data.paths=b,c, optim.lr=0.5"
+    assert " ".join(repr(config).split()) == f"Config( {shown})"
+    assert type(config.seed) is int and config == copy.deepcopy(config)
 
 
 def test_every_broken_rule_is_listed_at_once():

@@ -6,6 +6,7 @@ import json
 import pathlib
 from collections.abc import Sequence
 
+from maxmeg.config import values
 from maxmeg.config.mixers import TensorOverlap
 from maxmeg.config.schema import Config
 from maxmeg.config.stages import is_balanced, units_of_chunks
