@@ -3,14 +3,17 @@
 import contextlib
 import itertools
 import json
+import re
 import socket
 import time
 import urllib.parse
 from pathlib import Path
+from typing import Literal
 
 import openai
 import pytest
 from lora_runs import write_lora_run
+from pydantic import create_model
 from threaded import serving_here
 from tiny_servers import ENDLESS, LENGTH, SPECIAL, make_run
 
@@ -25,20 +28,11 @@ KEY = "a key"
 NAME = "tiny"
 ADAPTERS = "polite", "terse"
 CHAT = [{"role": "user", "content": "Hi 😀"}]
+TOWNS = {"weather": ("Rome", "Oslo"), "time": ("Bonn", "Graz")}
+PLACES = [create_model("Place", town=(Literal[names], ...)) for names in TOWNS.values()]
 TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": name,
-            "parameters": {
-                "type": "object",
-                "properties": {"city": {"type": "string", "maxLength": 4}},
-                "required": ["city"],
-                "additionalProperties": False,
-            },
-        },
-    }
-    for name in ("weather", "time")
+    openai.pydantic_function_tool(create_model(name, place=(place, ...)))
+    for name, place in zip(TOWNS, PLACES, strict=True)
 ]
 
 
@@ -164,6 +158,23 @@ def test_chats(client):
     assert client.chat.completions.create(model=NAME, messages=history, max_tokens=2).choices
 
 
+def test_a_template_gets_variables_and_reasoning(client):
+    def size(**fields) -> int:
+        request = {"model": NAME, "messages": CHAT, "max_tokens": 1} | fields
+        return client.chat.completions.create(**request).usage.prompt_tokens
+
+    more, plain = {"extra_body": {"chat_template_kwargs": {"enable_thinking": "é"}}}, size()
+    thought = {"role": "assistant", "content": "a", "tool_calls": None}
+    for text, fields in (
+        ("highTrue", {"reasoning_effort": "high"}),
+        ("noneFalse", {"reasoning_effort": "none", "metadata": {"a": "b"}, "store": True}),
+        ("é", more),
+        ("lowé", more | {"reasoning_effort": "low"}),
+        ("<assistant\nwhya>\n", {"messages": [*CHAT, thought | {"reasoning_content": "why"}]}),
+    ):
+        assert size(**fields) == plain + len(text.encode()), text
+
+
 def test_a_request_chooses_the_model_or_an_adapter(client, run):
     models = [*client.models.list()]
     assert [(m.id, m.parent) for m in models] == [(NAME, None), *((a, NAME) for a in ADAPTERS)]
@@ -191,34 +202,30 @@ def test_a_request_chooses_the_model_or_an_adapter(client, run):
 def test_tools_that_are_required_are_called(client, choice, names):
     request = {"model": NAME, "messages": CHAT, "tools": TOOLS, "seed": 5}
     request |= {"tool_choice": choice, "parallel_tool_calls": False}
-    reply = client.chat.completions.create(**request).choices[0]
+    reply = client.chat.completions.parse(**request).choices[0]
     assert reply.finish_reason == "tool_calls" and not reply.message.content
     (call,) = reply.message.tool_calls
     assert call.function.name in names
-    assert [*json.loads(call.function.arguments)] == ["city"]
-    chunks = [*client.chat.completions.create(**request, stream=True)]
-    (streamed,) = [c for chunk in chunks for c in chunk.choices[0].delta.tool_calls or ()]
-    assert streamed.function.arguments == call.function.arguments
+    assert call.function.parsed_arguments.place.town in TOWNS[call.function.name]
+    with client.chat.completions.stream(**request) as stream:
+        message = stream.get_final_completion().choices[0].message
+    (streamed,) = message.tool_calls
+    assert streamed.function.parsed_arguments == call.function.parsed_arguments
     if choice != "required":
         return
-    history = [*CHAT, reply.message, {"role": "tool", "tool_call_id": call.id, "content": "7"}]
-    request |= {"messages": history, "tool_choice": "auto", "max_tokens": 3}
+    history = [*CHAT, message, {"role": "tool", "tool_call_id": streamed.id, "content": "7"}]
+    request |= {"messages": history, "tool_choice": "auto", "max_tokens": 3, "tools": TOOLS[:1]}
     assert client.chat.completions.create(**request).choices[0].message.content
 
 
 def test_replies_follow_a_schema_a_regex_and_a_grammar(client):
-    schema = {
-        "type": "object",
-        "properties": {"a": {"enum": ["é", 2]}, "b": {"type": "boolean"}},
-        "required": ["a", "b"],
-        "additionalProperties": False,
-    }
-    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    request = {"model": NAME, "messages": CHAT, "temperature": 2.0}
-    reply = client.chat.completions.create(**request, response_format=wanted).choices[0]
-    assert reply.finish_reason == "stop"
-    value = json.loads(reply.message.content)
-    assert value["a"] in ("é", 2) and value["b"] in (True, False)
+    pair = create_model("Pair", a=PLACES[0], b=(Literal["é", 2] | PLACES[0], ...), c=bool)
+    request = {"model": NAME, "messages": CHAT, "temperature": 2.0, "response_format": pair}
+    request |= {"tools": TOOLS, "seed": 1}
+    reply = client.chat.completions.parse(**request).choices[0]
+    assert reply.finish_reason == "stop" and isinstance(reply.message.parsed, pair)
+    with client.chat.completions.stream(**request) as stream:
+        assert stream.get_final_completion().choices[0].message.parsed == reply.message.parsed
     for field, text, answers in (
         ("regex", "(yes|no)", ("yes", "no")),
         ("grammar", 'start: "x" | "yy"', ("x", "yy")),
@@ -230,6 +237,8 @@ def test_replies_follow_a_schema_a_regex_and_a_grammar(client):
 CANCELLED = 'request_success_total{finished_reason="cancelled"}'
 # After 16 tokens it has more meanings than llguidance follows.
 AMBIGUOUS = f"start: {'s ' * 12}\ns: " + " | ".join("s " * n for n in range(2, 20)) + ' | "a"'
+BAD_SCHEMA = {"properties": {"a": {"pattern": "("}}}
+BAD_TOOL = {"type": "function", "function": {"name": "f", "parameters": BAD_SCHEMA}}
 BAD = [
     ({"prompt": "a", "best_of": 2}, 400, "best_of", "Extra inputs"),
     ({"prompt": "a", "max_tokens": 0}, 400, None, "at least 1"),
@@ -250,6 +259,13 @@ BAD = [
         "the grammar cannot be followed",
     ),
     ({"prompt": "\ud800"}, 400, None, "surrogates"),
+    ({"chat_template_kwargs": {"tools": 1}}, 400, "chat_template_kwargs", "cannot set tools"),
+    ({"chat_template_kwargs": "a"}, 400, "chat_template_kwargs", "dictionary"),
+    ({"reasoning_effort": "a"}, 400, "reasoning_effort", "'none', 'minimal'"),
+    ({"metadata": {"a": 1}}, 400, "metadata.a", "string"),
+    ({"store": "a"}, 400, "store", "boolean"),
+    ({"messages": [CHAT[0] | {"reasoning": 1}]}, 400, "messages.0.reasoning", "string"),
+    ({"tools": [BAD_TOOL], "tool_choice": "required"}, 400, "tools", "tools: regex parse error"),
     ({"prompt": "a", "stream_options": {}}, 400, "stream_options", "stream=true"),
     (b"{", 400, None, "JSON"),
     (b"[" * 50_000, 400, None, "pars"),
@@ -259,9 +275,15 @@ BAD = [
 
 @pytest.mark.parametrize(("body", "status", "field", "text"), BAD)
 def test_a_bad_request_is_answered_and_changes_nothing(server, body, status, field, text):
-    answer = server.ask("/v1/completions", body)
+    is_chat = isinstance(body, dict) and "prompt" not in body
+    body = {"messages": CHAT} | body if is_chat else body
+    answer = server.ask("/v1/chat/completions" if is_chat else "/v1/completions", body)
     error = answer.json["error"]
-    assert answer.status == status and text in error["message"]
+    assert (
+        answer.status == status
+        and text in error["message"]
+        and not re.search("\n|%json", error["message"])
+    )
     assert (error["param"] or "").startswith(field or "")
     assert {*error} == {"message", "type", "param", "code"} and answer.headers["x-request-id"]
     assert server.ask("/health").status == 200

@@ -1,12 +1,19 @@
 """Tool calls: read from texts of each form, and the same whether a text comes in pieces or not."""
 
+import itertools
 import json
+import re
 
 import pytest
 
-from maxmeg.server.fields import Function, Tool
+from maxmeg.data.tokenizers.load import load_tokenizer
+from maxmeg.inference.grammar import Grammars
+from maxmeg.server.answers import ChatChoice
+from maxmeg.server.fields import Chat, Function, Message, PlainFormat, Tool
 from maxmeg.server.tools import schemas, tool_form
+from maxmeg.server.worker import Update
 
+GRAMMARS = Grammars(load_tokenizer("bytes"), 257, (256,))
 HERMES = tool_form("{{ tools }} <tool_call>")
 MISTRAL = tool_form("[AVAILABLE_TOOLS] [TOOL_CALLS]")
 LLAMA = tool_form('{% if tools %} {"name": ..., "parameters": ...}')
@@ -45,8 +52,45 @@ def test_templates_without_a_known_form_have_none():
     assert tool_form("{{ tools }} <tool_call> <function=name>") is None
 
 
-def test_a_named_tool_must_be_there():
+@pytest.mark.parametrize("form", [HERMES, MISTRAL, LLAMA])
+def test_calls_follow_schemas_with_pointers(form):
+    """Two schemas have different definitions of one name, and one of them contains itself."""
+    recursive = {"properties": {"x": {"$ref": "#/$defs/P"}, "y": {"$ref": "#"}}}
+    functions = [
+        ("a", recursive | {"$defs": {"P": {"enum": [1, 2]}}}),
+        ("b", recursive | {"$defs": {"P": {"type": "boolean"}}}),
+    ]
+    found = []
+    for is_single, name, arguments in itertools.product(
+        (False, True), "ab", ('{"x": 1, "y": {"x": 2}}', '{"x": true}', '{"y": {"y": 1}}', "1")
+    ):
+        call = f'{{"name": "{name}", "{form.arguments}": {arguments}}}'
+        text = f"[{call}]" if form.is_list else f"\n{call}\n" if form.closing else call
+        matcher = GRAMMARS.compile("lark", form.grammar(functions, is_single)).start
+        tokens = [*(form.opening + text + form.closing).encode()]
+        if matcher.validate_tokens(tokens) == len(tokens):
+            found.append((is_single, name, arguments[6]))
+    assert found == [(s, n, a) for s in (False, True) for n, a in ("a1", "bt")]
+
+
+@pytest.mark.parametrize(("is_single", "count"), [(False, 2), (True, 1)])
+def test_a_reply_has_calls_with_ids_of_their_own(is_single, count):
+    text, calls = f"<tool_call>{A}</tool_call><tool_call>{B}</tool_call>", []
+    for _ in range(2):
+        choice = ChatChoice(load_tokenizer("bytes"), HERMES, is_single)
+        for piece in re.findall(".{1,7}", text):
+            update = Update(0, piece, [], [], [], [], [], "", "")
+            calls += choice.update(update, False)["delta"].get("tool_calls", [])
+    assert [call["index"] for call in calls] == [*range(count)] * 2
+    assert len({call["id"] for call in calls}) == len(calls)
+    assert all(re.fullmatch("[a-zA-Z0-9]{9}", call["id"]) for call in calls)
+
+
+def test_a_named_tool_must_be_there_and_json_is_no_call():
     tools = [Tool(type="function", function=Function(name="a"))]
-    assert schemas(tools, "a") == {"a": {}}
+    chat = Chat(messages=[Message(role="user", content="q")], tools=tools)
+    wanted = PlainFormat(type="json_object")
+    assert chat.may_call and not chat.model_copy(update={"response_format": wanted}).may_call
+    assert schemas(tools, "a") == [("a", {})]
     with pytest.raises(ValueError, match=r"names 'c', and tools has \['a'\]"):
         schemas(tools, "c")
