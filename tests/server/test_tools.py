@@ -41,10 +41,19 @@ def as_pairs(calls):
 def test_calls_are_read(form, text, content, calls):
     found = form.parse(text, True)
     assert (found[0], as_pairs(found[1])) == (content, calls)
-    for end in range(len(text)):  # what was sent before more text came cannot be taken back
-        before, some = form.parse(text[:end], False)
-        assert content.startswith(before)
-        assert found[1][: len(some)] == some
+    ids = set()
+    for count in (1, len(calls)):  # in a stream, of one call or of all
+        choice = ChatChoice(load_tokenizer("bytes"), form, is_single=count < 2)
+        updates = [Update(0, text[i : i + 1], [], [], [], [], [], "", "") for i in range(len(text))]
+        updates.append(Update(0, "", [], [], [], [], [], "stop", ""))
+        deltas = [choice.update(update, False)["delta"] for update in updates]
+        new = [call for delta in deltas for call in delta.get("tool_calls", ())]
+        assert "".join(delta.get("content", "") for delta in deltas) == content
+        assert as_pairs(call["function"] for call in new) == calls[:count]
+        assert [call["index"] for call in new] == [*range(len(new))]
+        ids |= {call["id"] for call in new}
+    assert len(ids) == len(calls[:1]) + len(calls)
+    assert all(re.fullmatch("[a-zA-Z0-9]{9}", each) for each in ids)
 
 
 def test_templates_without_a_known_form_have_none():
@@ -54,36 +63,18 @@ def test_templates_without_a_known_form_have_none():
 
 @pytest.mark.parametrize("form", [HERMES, MISTRAL, LLAMA])
 def test_calls_follow_schemas_with_pointers(form):
-    """Two schemas have different definitions of one name, and one of them contains itself."""
-    recursive = {"properties": {"x": {"$ref": "#/$defs/P"}, "y": {"$ref": "#"}}}
-    functions = [
-        ("a", recursive | {"$defs": {"P": {"enum": [1, 2]}}}),
-        ("b", recursive | {"$defs": {"P": {"type": "boolean"}}}),
-    ]
-    found = []
-    for is_single, name, arguments in itertools.product(
-        (False, True), "ab", ('{"x": 1, "y": {"x": 2}}', '{"x": true}', '{"y": {"y": 1}}', "1")
-    ):
+    """Two schemas contain themselves, and have different definitions of one name."""
+    schema, found = {"properties": {"x": {"$ref": "#/$defs/P"}, "y": {"$ref": "#"}}}, []
+    numbers, booleans = (schema | {"$defs": {"P": {"type": t}}} for t in ("integer", "boolean"))
+    functions, texts = [("a", numbers), ("b", booleans)], ('{"y": {"x": 1}}', '{"x": true}', "1")
+    for is_single, name, arguments in itertools.product((False, True), "ab", texts):
         call = f'{{"name": "{name}", "{form.arguments}": {arguments}}}'
         text = f"[{call}]" if form.is_list else f"\n{call}\n" if form.closing else call
         matcher = GRAMMARS.compile("lark", form.grammar(functions, is_single)).start
         tokens = [*(form.opening + text + form.closing).encode()]
         if matcher.validate_tokens(tokens) == len(tokens):
-            found.append((is_single, name, arguments[6]))
-    assert found == [(s, n, a) for s in (False, True) for n, a in ("a1", "bt")]
-
-
-@pytest.mark.parametrize(("is_single", "count"), [(False, 2), (True, 1)])
-def test_a_reply_has_calls_with_ids_of_their_own(is_single, count):
-    text, calls = f"<tool_call>{A}</tool_call><tool_call>{B}</tool_call>", []
-    for _ in range(2):
-        choice = ChatChoice(load_tokenizer("bytes"), HERMES, is_single)
-        for piece in re.findall(".{1,7}", text):
-            update = Update(0, piece, [], [], [], [], [], "", "")
-            calls += choice.update(update, False)["delta"].get("tool_calls", [])
-    assert [call["index"] for call in calls] == [*range(count)] * 2
-    assert len({call["id"] for call in calls}) == len(calls)
-    assert all(re.fullmatch("[a-zA-Z0-9]{9}", call["id"]) for call in calls)
+            found.append((name, arguments))
+    assert found == [*zip("ab", texts, strict=False)] * 2
 
 
 def test_a_named_tool_must_be_there_and_json_is_no_call():
