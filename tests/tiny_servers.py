@@ -40,7 +40,7 @@ TEMPLATE = """
 {{ reasoning_effort }}{{ enable_thinking }}{% endif %}"""
 LENGTH = 1024
 ENDLESS = {str(i): -100 for i in (256, 257, 258)}  # logit_bias: the model cannot end its reply
-SIZES = ("--lanes=4", "--slots=16", "--chunk=64")
+SIZES = ("--max_num_seqs=4", "--block_size=16", "--chunk=64")
 ENDS_WITHIN = 120  # seconds
 
 

@@ -79,8 +79,8 @@ def test_what_an_encoder_does_not_have(server):
 
 
 def test_options_of_generation_are_refused(run):
-    with pytest.raises(ValueError, match=r"--lanes, --log: .* the model is bidirectional"):
-        serve.main(Serve(run_dir=str(run), port=0, lanes=2, log="log"))
+    with pytest.raises(ValueError, match=r"--log, --max_num_seqs: .* the model is bidirectional"):
+        serve.main(Serve(run_dir=str(run), port=0, max_num_seqs=2, log="log"))
 
 
 @pytest.mark.slow

@@ -345,7 +345,7 @@ def test_a_server_drains_and_its_log_is_replayed(server, client, run, log, capsy
     engine = server.worker.engine
 
     def load(options: Serve) -> Engine:
-        assert (options.lanes, options.slots, options.chunk) == (4, 16, 64)
+        assert (options.max_num_seqs, options.block_size, options.chunk) == (4, 16, 64)
         assert options.run_dir == str(run) and len(options.adapters) == len(ADAPTERS)
         return engine
 
@@ -356,7 +356,8 @@ def test_a_server_drains_and_its_log_is_replayed(server, client, run, log, capsy
     lines = log.read_text().splitlines()
     changed = json.loads(lines[-1])
     changed["seed"] += 1
-    log.write_text("\n".join([lines[0], json.dumps(changed)]))
+    former = lines[0].replace("max_num_seqs", "lanes").replace("block_size", "slots")
+    log.write_text("\n".join([former, json.dumps(changed)]))
     with pytest.raises(SystemExit):
         main(["replay", str(log)])
     assert "reply 0: token " in capsys.readouterr().out
