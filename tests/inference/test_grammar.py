@@ -74,13 +74,6 @@ def test_texts_follow_their_schema(vocab_size):
         jsonschema.validate(json.loads(random_text(grammar, vocab_size, rng)), one)
 
 
-def test_any_object_begins_with_a_brace():
-    bits = np.unpackbits(
-        grammars(257).compile("json_object").matcher().mask().view(np.uint8), bitorder="little"
-    )
-    assert [*np.nonzero(bits)[0]] == [ord("{")]
-
-
 @pytest.mark.parametrize(
     ("kind", "text", "message"),
     [
