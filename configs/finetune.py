@@ -33,7 +33,7 @@ def get_config(folder: str = "") -> Config:
     config.model.dtype = DType.bfloat16
     config.run_dir = f"{os.path.normpath(folder)}-finetuned"
     config.checkpoint.init_from = folder
-    config.data.tokenizer = source.data.tokenizer
+    config.data.tokenizer, config.data.start_token = source.data.tokenizer, source.data.start_token
     config.data.sequence_length = min(config.model.max_position, LONGEST)
     config.optim.lr, config.optim.warmup_fraction, config.optim.decay = 1e-5, 0.1, LrDecay.cosine
     return config

@@ -133,6 +133,48 @@ def families(
             },
         ),
         "gpt 2": ("GPT2LMHeadModel", old(hidden, heads)),
+        **similar(hidden, heads, own_head_dim),
+    }
+
+
+def similar(hidden: int, heads: int, own_head_dim: int) -> dict[str, tuple[str, dict]]:
+    """The same of families that combine what the others have."""
+    wide, own, window = gated(hidden, heads), {"head_dim": own_head_dim}, {"sliding_window": WINDOW}
+    even, four = {"num_key_value_heads": heads}, {"num_hidden_layers": 2 * LAYERS} | window
+    muP = {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2}
+    return {
+        "granite": ("GraniteForCausalLM", {**wide, **muP, "logits_scaling": 3.0}),
+        "glm": ("GlmForCausalLM", {**wide, **own}),
+        "glm 4": ("Glm4ForCausalLM", {**wide, **own}),
+        "olmo 3": (
+            "Olmo3ForCausalLM",
+            {**wide, **four, "rope_parameters": {"full_attention": {**YARN, "truncate": True}}},
+        ),
+        "gemma": ("GemmaForCausalLM", {**wide, **own}),
+        "vault gemma": (
+            "VaultGemmaForCausalLM",
+            {**wide, **own, **window, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 2.0},
+        ),
+        "arcee": ("ArceeForCausalLM", {**wide, **own, "mlp_bias": True}),
+        "jais 2": ("Jais2ForCausalLM", wide),
+        "seed oss": ("SeedOssForCausalLM", {**wide, **own}),
+        "cwm": ("CwmForCausalLM", {**wide, **own, **four, "rope_parameters": LLAMA3}),
+        "helium": ("HeliumForCausalLM", {**wide, **even, "head_dim": hidden // heads}),
+        "ernie 4.5": ("Ernie4_5ForCausalLM", {**wide, **own, "use_bias": True}),
+        "cohere": ("CohereForCausalLM", {**wide, "attention_bias": True}),
+        "cohere 2": ("Cohere2ForCausalLM", {**wide, **four}),
+        "exaone 4": ("Exaone4ForCausalLM", {**wide, **four, "sliding_window_pattern": 2}),
+        "exaone 4, rotary": (
+            "Exaone4ForCausalLM",
+            {**wide, "sliding_window": None, "layer_types": ["full_attention"] * LAYERS},
+        ),
+        "smollm 3": ("SmolLM3ForCausalLM", {**wide, "no_rope_layer_interval": 2}),
+        "stable lm": ("StableLmForCausalLM", {**wide, "use_qkv_bias": True}),
+        "stable lm, parallel": ("StableLmForCausalLM", {**wide, "use_parallel_residual": True}),
+        "ministral": (
+            "MinistralForCausalLM",
+            {**wide, **own, **window, "layer_types": ["sliding_attention", "full_attention"]},
+        ),
     }
 
 
@@ -168,6 +210,11 @@ def with_states(
         "nemotron h": (
             "NemotronHForCausalLM",
             {**wide, **letters, **nemotron, "chunk_size": 8},
+        ),
+        "nemotron h, without mlp": (
+            "NemotronHForCausalLM",
+            {**wide, **nemotron, "chunk_size": 8}
+            | {"layers_block_type": ["linear_attention", "full_attention"] * LAYERS},
         ),
         "qwen 3 next": (
             "Qwen3NextForCausalLM",
@@ -241,10 +288,30 @@ def sparse(hidden: int = 32, heads: int = 4, own_head_dim: int = 12) -> dict[str
             {**wide, **own, "num_local_experts": 4, "sliding_window": WINDOW}
             | {"swiglu_limit": 1.0, "rope_parameters": YARN},
         ),
+        "gpt oss, unscaled": (
+            "GptOssForCausalLM",
+            {**wide, **own, "num_local_experts": 4, "sliding_window": WINDOW}
+            | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+        ),
+        "olmoe": ("OlmoeForCausalLM", {**wide, "num_experts": 4}),
+        "granite moe": ("GraniteMoeForCausalLM", {**wide, "num_local_experts": 4}),
+        "granite moe, shared": (
+            "GraniteMoeSharedForCausalLM",
+            {**wide, "num_local_experts": 4, "shared_intermediate_size": 20},
+        ),
         "glm 4 moe": (
             "Glm4MoeForCausalLM",
             {**deep, **groups, **own, "attention_bias": True, "use_qk_norm": True}
             | {"partial_rotary_factor": 0.5, "n_shared_experts": 2, "num_mtp_layers": 0},
+        ),
+        "glm 4 moe lite": (
+            "Glm4MoeLiteForCausalLM",
+            {**deep, **groups, **latent, "num_mtp_layers": 0},
+        ),
+        "lfm 2 moe": (
+            "Lfm2MoeForCausalLM",
+            {**qwen, "num_hidden_layers": 3, "num_dense_layers": 1}
+            | {"layer_types": ["conv", "full_attention", "conv"]},
         ),
         "deepseek v2": (
             "DeepseekV2ForCausalLM",
@@ -274,6 +341,10 @@ def encoders(hidden: int = 32, heads: int = 4) -> dict[str, tuple[str, dict]]:
         "megatron bert, its layers": ("MegatronBertModel", sizes),
         "roberta": ("RobertaForMaskedLM", {**sizes, **roberta}),
         "roberta, its layers": ("RobertaModel", {**sizes, **roberta}),
+        "xlm roberta": ("XLMRobertaForMaskedLM", {**sizes, **roberta}),
+        "xlm roberta, its layers": ("XLMRobertaModel", {**sizes, **roberta}),
+        "camembert": ("CamembertForMaskedLM", {**sizes, **roberta}),
+        "camembert, its layers": ("CamembertModel", {**sizes, **roberta}),
         "modernbert": ("ModernBertForMaskedLM", {**sizes, **modern}),
         "modernbert, its layers": ("ModernBertModel", {**sizes, **modern, "mlp_bias": True}),
     }
@@ -307,4 +378,8 @@ def encoder_decoders() -> dict[str, tuple[str, dict]]:
     return {
         "t5": ("T5ForConditionalGeneration", sizes),
         "t5 v1.1": ("T5ForConditionalGeneration", {**sizes, **untied}),
+        "t5 v1.1, tied": (
+            "T5ForConditionalGeneration",
+            {**sizes, "feed_forward_proj": "gated-gelu", "scale_decoder_outputs": False},
+        ),
     }

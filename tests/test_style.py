@@ -67,7 +67,7 @@ FORBIDDEN_CALLS |= {f"builtins.{name}" for name in ("eval", "exec")}
 FORBIDDEN_KEYWORDS = {"shell", "allow_pickle"}
 FORBIDDEN_MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal"}
 # Reads torch's lists of tensors by an unpickler that runs nothing, in a process of its own.
-READS_PICKLES = "maxmeg/megatron/torch_dist_child.py"
+READS_PICKLES = "maxmeg/hf/formats/torch_child.py"
 IMPORTS = re.compile(r"import|lazy|load_module", re.IGNORECASE)
 # Loads Pallas kernels when a call needs one: importing them takes seconds.
 IMPORTS_KERNELS = "maxmeg/ops/backend.py"

@@ -10,7 +10,8 @@ from maxmeg.config.setting import divisors
 
 STRATEGIES = ("auto", "ring", "exchange", "hierarchy", "gather")
 DELTA = ("gated_delta", "kda")
-KINDS = ("attention", "local", "raw_attention", "mla", "local_mla")  # mixers that attend
+# Mixers that attend.
+KINDS = ("attention", "local", "raw_attention", "nope_attention", "mla", "local_mla")
 
 
 def strategy_of(parallel: ParallelConfig, mixer: str) -> str:

@@ -256,6 +256,13 @@ class DataConfig:
         at_least=0,
         needs="objective=span_corruption|seq2seq",
     )
+    start_token: int = setting(
+        -1,
+        "id that the targets of an encoder-decoder begin with, in training on pairs and in "
+        "generated text, unless data.tokenizer names bos= (decoder_start_token_id of an imported "
+        "model); -1: by the tokenizer",
+        at_least=-1,
+    )
     neighbours: str = setting(
         "",
         "folder that maxmeg neighbours writes; empty: PREFIX.neighbours beside data.paths=PREFIX",

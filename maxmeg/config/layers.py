@@ -8,6 +8,7 @@ the last repeat may be cut short. Examples:
     *(attention,mlp)                    GPT, Llama
     *(attention+mlp)                    GPT-NeoX, Falcon
     *(5(local,mlp) attention,mlp)       Gemma 3
+    *(3(attention,mlp) nope_attention,mlp)                                  SmolLM3
     3(mla,mlp) *(mla,moe)               DeepSeek-V3
     raw_attention,mlp 2(local,mlp) *(attention,mlp 2(local,mlp))            ModernBERT
     6(encoder_attention,encoder_mlp) encoder_norm *(attention,cross,mlp)    T5
@@ -29,6 +30,7 @@ MIXERS = {
     "attention": ("attention", "rotary"),
     "local": ("attention", "rotary"),  # attention to a sliding window
     "raw_attention": ("attention", "rotary"),  # attention whose input is not normalized
+    "nope_attention": ("attention",),  # attention without a rotary embedding
     "mla": ("attention", "rotary", "mla"),
     "local_mla": ("attention", "rotary", "mla"),
     "conv": ("conv",),  # gated short convolution
@@ -50,6 +52,7 @@ OVERLAPPED = {
     "attention",
     "local",
     "raw_attention",
+    "nope_attention",
     "mlp",
 }  # mixers that parallel.tensor_overlap is about
 # Megatron-LM's letters.

@@ -97,7 +97,8 @@ class ModelConfig:
         "input (parallel block); 3(...) repeats, *(...) repeats up to num_layers; mixers are "
         "attention, mla, local and local_mla (sliding window), conv (gated short convolution), "
         "mamba (Mamba-2), gated_delta and kda (linear attention), mlp, moe; raw_attention (without "
-        "a norm of its input, ModernBERT's first layer); T5's "
+        "a norm of its input, ModernBERT's first layer), nope_attention (without a rotary "
+        "embedding, SmolLM3); T5's "
         "encoder_attention, encoder_mlp, encoder_norm and cross; RETRO's encoder_cross and "
         "chunked_cross; or Megatron-LM's "
         "--hybrid-layer-pattern",

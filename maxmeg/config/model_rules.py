@@ -196,7 +196,7 @@ def window_problems(model: ModelConfig) -> Iterator[str]:
         yield f"model.attention.window={window} must be at least 1 with a local mixer"
     if base and not base >= 1:
         yield f"model.rotary.local_base={base} must be at least 1, or 0"
-    if model.is_mla and model.has("attention", "local", "raw_attention"):
+    if model.is_mla and model.has("attention", "local", "raw_attention", "nope_attention"):
         yield f"model.layers={model.layers!r}: mla cannot be combined with attention and local"
 
 

@@ -216,9 +216,7 @@ class Serve(EngineOptions):
     max_queue: int = setting(256, "most replies that wait in the queue", at_least=0)
     max_grammar: int = setting(65536, "most characters of a schema or grammar", at_least=0)
     grammar_seconds: float = setting(5.0, "most time to compile a grammar", above=0)
-    mask_seconds: float = setting(
-        2.0, "most CPU time to follow a grammar in one reply; all requests wait for it", above=0
-    )
+    mask_seconds: float = setting(2.0, "most CPU time to follow a grammar in one reply", above=0)
     drain_seconds: float = setting(30.0, "that requests may take to end after SIGTERM", at_least=0)
 
 

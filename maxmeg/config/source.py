@@ -154,6 +154,17 @@ def objective_problems(config: Config) -> Iterator[str]:
             'no sample in training: set log.sample_prompt=""'
         )
     yield from chunk_problems(config) if all(reads) and data.objective.has_neighbours else ()
+    first = data.start_token
+    if first >= 0 and not config.model.has_source_text:
+        yield (
+            f"data.start_token={first} has no effect on this model: only the targets of "
+            "an encoder-decoder begin with it; leave it at -1"
+        )
+    if has_source and 0 < config.model.vocab_size <= first:
+        yield (
+            f"data.start_token={first} is not below model.vocab_size={config.model.vocab_size}: "
+            "give an id of the vocabulary, or -1"
+        )
     room, longest = config.model.max_position, data.source_positions
     name = "neighbour_length" if data.objective.has_neighbours else source_name(data)
     if has_source and config.model.position is Position.learned and 0 < room < longest:

@@ -424,8 +424,8 @@ def _open_pairs(opening: _Opening) -> AlignedDataset | None:
     if opening.is_empty(len(corpora[0])):
         return None
     lengths, cuts = (config.source_tokens, config.sequence_length), config.too_long.value
-    rest = lengths, opening.tokenizer, cuts == "truncate", opening.order.seed, opening.num_ids
-    data = AlignedDataset(corpora, *part, *rest)
+    rest = lengths, opening.tokenizer, cuts == "truncate", opening.order.seed
+    data = AlignedDataset(corpora, *part, *rest, (opening.num_ids, config.start_token))
     logger.info("%s: %s", SPLITS[part[1]], data)
     return data
 

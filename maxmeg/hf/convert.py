@@ -17,7 +17,7 @@ import numpy as np
 from maxmeg.checkpoint.integrity import some
 from maxmeg.checkpoint.stream import StreamWriter, TensorInfo, row_blocks
 from maxmeg.config import files
-from maxmeg.config.data import Objective, TooLong
+from maxmeg.config.data import DataConfig, Objective, TooLong
 from maxmeg.config.labelled import Scored
 from maxmeg.config.model import DType, ModelConfig
 from maxmeg.config.options import Quantize
@@ -33,9 +33,12 @@ from maxmeg.hf.families.classifier_tables import (
     objective_of,
     written_names,
 )
+from maxmeg.hf.families.keys import checked
+from maxmeg.hf.families.rotary import longrope_notes
 from maxmeg.hf.formats.quantized import QUANTIZATION, dequantized
-from maxmeg.hf.formats.safetensors import DTYPES, SafetensorsFolder, SafetensorsWriter, read_json
+from maxmeg.hf.formats.safetensors import DTYPES, SafetensorsWriter, read_json
 from maxmeg.hf.formats.source import Source, Weights
+from maxmeg.hf.formats.torch_files import open_weights
 from maxmeg.hf.quantize import QuantizedWeights, notes_of
 from maxmeg.hf.sentence import SentenceEncoder, encoders_of
 from maxmeg.hf.trained import (
@@ -75,7 +78,7 @@ class Report:
 def open_folder(folder: str | os.PathLike[str]) -> Source:
     """Open a folder that transformers' save_pretrained wrote; ValueError for any other."""
     folder = Path(folder)
-    weights = SafetensorsFolder(folder)
+    weights: Weights = open_weights(folder)
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder} has no config.json, which describes the model: add it")
@@ -149,8 +152,9 @@ def import_model(source: Source, target: str | os.PathLike[str], tokenizer: str 
 
     tokenizer: a value of data.tokenizer, to replace the tokenizer among the source's files.
     """
-    family, described = families.architecture(source.config), families.model_config(source.config)
-    model = families.with_saved_mtp(described, source.weights.tensors, family)
+    family = families.architecture(source.config)
+    described, passed = families.read_config(source.config)
+    model = families.with_saved_tensors(described, source.weights.tensors, family)
     matched = match(source.weights, model, family)
     target = Path(target).absolute()
     check_empty(target)
@@ -163,6 +167,9 @@ def import_model(source: Source, target: str | os.PathLike[str], tokenizer: str 
             for expert, piece in binding.pieces()
         )
         write_run(config, identity, pieces)
+        if passed:
+            names = ", ".join(passed)
+            notes += (f"keys of config.json that {family} does not read are passed over: {names}",)
         if described.mtp.num_layers > model.mtp.num_layers:
             notes += ("the files have no MTP layers: mtp.num_layers=0",)
     except BaseException:
@@ -263,7 +270,7 @@ def _write_folder(
     carried = carried_config(folder)
     family = choose_family(model, carried, family)
     model = families.with_writable_mtp(model, family)
-    described = _merged(carried, model, family, config.data.tokenizer)
+    described = _merged(carried, model, family, config.data)
     if config.data.labels and family in CLASSIFIERS and "id2label" in described:
         described |= written_names([*config.data.labels])
     described["dtype"] = dtype.value
@@ -323,7 +330,7 @@ def replace_chat_template(folder: Path, text: str) -> None:
 def imported(source: Source) -> Pairs:
     """Return the tensors that import_model would read."""
     family, model = families.architecture(source.config), families.model_config(source.config)
-    model = families.with_saved_mtp(model, source.weights.tensors, family)
+    model = families.with_saved_tensors(model, source.weights.tensors, family)
     return match(source.weights, model, family)
 
 
@@ -366,7 +373,11 @@ def _prepare(
         )
     loaded = load_tokenizer(config.data.tokenizer)
     notes += missing_rows(loaded, model.vocab_size)
+    notes += longrope_notes(model)
     config.data.sequence_length = min(config.data.sequence_length, model.max_position)
+    if model.has_source and (first := source.config.get(families.START_TOKEN)) is not None:
+        most = model.vocab_size - 1
+        config.data.start_token = checked(families.START_TOKEN, first, int, zero=True, most=most)
     if model.head.num_classes:
         objective = objective_of(families.architecture(source.config))
         scored = Scored.last if model.attention.causal else Scored.first
@@ -413,13 +424,14 @@ def _tokenizer_files(folder: Path, config: Config) -> tuple[dict[Path, str], tup
 
 
 def _merged(
-    carried: Mapping[str, typing.Any], model: ModelConfig, family: str, tokenizer: str
+    carried: Mapping[str, typing.Any], model: ModelConfig, family: str, data: DataConfig
 ) -> dict[str, typing.Any]:
     """Return config.json: the keys of the model, over the imported ones if they do not conflict."""
     if not carried:
-        loaded = load_tokenizer(tokenizer)
+        loaded = load_tokenizer(data.tokenizer)
         carried = {"bos_token_id": loaded.bos, "eos_token_id": loaded.eod}
         carried |= {"pad_token_id": loaded.pad}
+        carried |= {families.START_TOKEN: data.start_token} if data.start_token >= 0 else {}
         return families.hf_config(model, family, carried)
     written = families.hf_config(model, family, carried)
     both = {**carried, **written}

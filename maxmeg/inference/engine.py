@@ -17,7 +17,6 @@ import numpy as np
 
 from maxmeg.config.mixers import RotaryScaling
 from maxmeg.config.model import ModelConfig
-from maxmeg.data.samples.aligned import start_token
 from maxmeg.inference.grammar import Grammars, Masks, Matcher
 from maxmeg.inference.load import Trained
 from maxmeg.inference.programs import Programs, Read
@@ -106,7 +105,7 @@ class Engine:
             raise ValueError(f"lanes={lanes} must be at least 1")
         if self.trained.mesh.devices.flat[0].platform == "cpu":
             lanes, chunk = max(lanes, CPU_LANES), min(chunk, CPU_CHUNK)
-        self.start = start_token(trained.tokenizer) if self.model.has_source else None
+        self.start = trained.start_token if self.model.has_source else None
         if 0 < self.model.mtp.num_layers < proposals:
             raise ValueError(
                 f"{proposals} draft tokens exceed the {self.model.mtp.num_layers} MTP layers, each "

@@ -22,6 +22,7 @@ from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.schema import Config
 from maxmeg.config.validate import head_problems
 from maxmeg.data import run_folder
+from maxmeg.data.samples.aligned import start_token
 from maxmeg.data.tokenizers.load import load_tokenizer
 from maxmeg.data.tokenizers.tokenizer import Tokenizer
 from maxmeg.models.lm import LM
@@ -50,6 +51,11 @@ class Trained:
     mesh: Mesh
     metadata: dict[str, typing.Any] = dataclasses.field(default_factory=dict)  # the checkpoint's
     adapters: tuple[str, ...] = ()
+
+    @property
+    def start_token(self) -> int:
+        """The token that an encoder-decoder's targets begin with."""
+        return start_token(self.tokenizer, self.config.data.start_token)
 
 
 def load_run(

@@ -1,8 +1,8 @@
 """Read checkpoints of torch.distributed.checkpoint, such as Megatron-LM's torch_dist folders.
 
 `.metadata` lists the parts of every tensor and their places in the files `__RANK_NUMBER.distcp`. A
-child process with torch (`torch_dist_child.py`) reads them, so that this process neither needs
-torch nor unpickles anything: values come over a pipe, one part at a time.
+child process with torch (`hf/formats/torch_child.py`) reads them, so that this process neither
+needs torch nor unpickles anything: values come over a pipe, one part at a time.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxmeg.checkpoint.stream import TensorInfo
+from maxmeg.hf.formats.torch_files import CHILD
 
-CHILD = pathlib.Path(__file__).with_name("torch_dist_child.py")
 METADATA, COMMON, OBJECT = ".metadata", "common.pt", "common_state/shard_0_1"
 DTYPES = {name: jnp.dtype(name) for name in ("float32", "bfloat16", "float16")}
 

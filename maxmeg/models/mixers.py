@@ -69,7 +69,8 @@ def output_std(config: ModelConfig) -> float:
 def attention_spec(
     config: ModelConfig, parallel: ParallelConfig, mixer: str = "attention"
 ) -> AttentionSpec:
-    local = mixer.startswith("local")
+    local, is_rotary = mixer.startswith("local"), config.position is Position.rotary
+    is_rotary &= mixer != "nope_attention"
     heads, norm = config.attention, norm_spec(config)
     relative = config.relative if config.position is Position.relative else None
     return AttentionSpec(
@@ -77,7 +78,7 @@ def attention_spec(
         num_heads=heads.num_heads,
         num_kv_heads=config.kv_heads,
         head_dim=config.head_size,
-        rotary=rotary_spec(config, local) if config.position is Position.rotary else None,
+        rotary=rotary_spec(config, local) if is_rotary else None,
         qk_norm=norm if heads.qk_norm is not QkNorm.none else None,
         qk_norm_over=heads.qk_norm.value,
         bias_qkv=heads.bias_qkv,
@@ -251,6 +252,7 @@ MIXERS: dict[str, Callable[[ModelConfig, ParallelConfig], MixerSpec]] = {
     "attention": attention_spec,
     "local": functools.partial(attention_spec, mixer="local"),
     "raw_attention": functools.partial(attention_spec, mixer="raw_attention"),
+    "nope_attention": functools.partial(attention_spec, mixer="nope_attention"),
     "mla": mla_spec,
     "local_mla": functools.partial(mla_spec, mixer="local_mla"),
     "conv": conv_spec,

@@ -1,7 +1,6 @@
 """How settings of a config.json are read and written: rotary, windows, experts, losses."""
 
 import dataclasses
-import math
 
 import pytest
 from published_configs import published
@@ -14,6 +13,8 @@ from maxmeg.hf.families.read import (
     hf_config,
     model_config,
 )
+from maxmeg.layers.attention import AttentionSpec
+from maxmeg.models.mixers import pattern
 
 SMOLLM2, QWEN3, GEMMA3 = map(published, ("smollm2-135m", "qwen3-8b", "gemma3-12b"))
 MIXTRAL, QWEN3_MOE = map(published, ("mixtral-8x7b", "qwen3-30b-a3b"))
@@ -34,14 +35,6 @@ def test_both_forms_of_rotary_settings_give_the_same_model():
         model = model_config(old)
         assert model.rotary.scaling.value == kind
         assert model == model_config(new) == model_config(both)
-
-
-def test_yarn_reads_mscales():
-    scaling = {"rope_type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.5}
-    model = model_config({**SMOLLM2, "rope_scaling": scaling})
-    grown = 0.1 * math.log(40)
-    assert model.rotary.attention_factor == pytest.approx((grown + 1) / (0.5 * grown + 1))
-    assert not differences(model, model_config(hf_config(model, "LlamaForCausalLM")))
 
 
 WINDOWS = {  # keys of Qwen 3 -> (window, layers)
@@ -69,6 +62,23 @@ def test_window_settings_are_read_and_written(name):
     model = model_config({**QWEN3, **keys})
     assert (model.attention.window, model.layers) == wanted
     assert not differences(model, model_config(hf_config(model, "Qwen3ForCausalLM")))
+
+
+PATTERNS = {  # layers of the classes' defaults
+    "Olmo3ForCausalLM": "*(3(local,mlp) attention,mlp)",
+    "CwmForCausalLM": "*(attention,mlp 3(local,mlp))",
+    "Cohere2ForCausalLM": "*(3(local+mlp) nope_attention+mlp)",
+    "SmolLM3ForCausalLM": "*(3(attention,mlp) nope_attention,mlp)",
+}
+
+
+@pytest.mark.parametrize("family", PATTERNS)
+def test_layers_alternate_by_default(family):
+    model = model_config({"architectures": [family]})
+    assert model.layers == PATTERNS[family]
+    specs = [sublayer.mixers[0] for sublayer in pattern(model)[0][0]]
+    rotates = [spec.rotary is not None for spec in specs if isinstance(spec, AttentionSpec)]
+    assert rotates == [True, True, True, not model.has("nope_attention")]
 
 
 def test_dense_layers_anywhere_are_read_and_written():
@@ -111,7 +121,7 @@ def test_a_normalized_softmax_equals_a_softmax_over_the_top_k():
     late = model_config(MIXTRAL)
     divided = with_fields(late, {"moe.softmax_before_topk": True, "moe.normalize_weights": True})
     plain = with_fields(late, {"moe.softmax_before_topk": True})
-    assert not differences(late, divided) and families_of(divided) == ["MixtralForCausalLM"]
+    assert not differences(late, divided) and families_of(divided)[0] == "MixtralForCausalLM"
     assert differences(late, plain) and "MixtralForCausalLM" not in families_of(plain)
 
 

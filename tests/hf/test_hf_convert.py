@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 import sentencepiece
-from hf_cases import sparse
+from hf_cases import encoder_decoders, sparse
 from hf_folders import (
     BF16,
     LLAMA,
@@ -32,6 +32,7 @@ from maxmeg.config import files
 from maxmeg.config.model import DType, ModelConfig
 from maxmeg.config.schema import Config
 from maxmeg.config.setting import with_fields
+from maxmeg.data.samples.aligned import start_token
 from maxmeg.data.tokenizers.load import load_tokenizer
 from maxmeg.data.tokenizers.tokenizer import padding_of
 from maxmeg.hf import convert, trained
@@ -218,6 +219,24 @@ def test_imports_take_another_tokenizer_or_none(tmp_path):
     assert "lack the options of data.tokenizer: special_tokens=<image>" in notes[0]
     own = (tmp_path / "other" / "tokenizer.json").read_bytes()
     assert (tmp_path / "f" / "tokenizer.json").read_bytes() == own
+
+
+@pytest.mark.parametrize("has_output", [False, True])
+def test_t5_without_tokenizer_begins_as_config_json_says(tmp_path, has_output):
+    """transformers 5 calls the output weights of v1.1 tied, also if its files have them."""
+    family, settings = encoder_decoders()["t5 v1.1, tied"]
+    settings = settings | {"architectures": [family], "decoder_start_token_id": 7, "x": 1}
+    model = families.model_config(settings)
+    table = random_tensors(model, family)["shared.weight"]
+    more = {"lm_head.weight": 2 * table} if has_output else {}
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(settings))
+    write_tensors(tmp_path / "hf", random_tensors(model, family) | more)
+    notes = convert_in(tmp_path / "hf", tmp_path / "run").notes
+    assert "null:61" in notes[0] and notes[1].endswith("passed over: x")
+    config = files.load(tmp_path / "run" / "config.yaml")
+    assert config.model.tied == (not has_output) and config.model.logit_scale == 1
+    assert start_token(load_tokenizer(config.data.tokenizer), config.data.start_token) == 7
 
 
 def test_a_folder_with_only_a_sentencepiece_model_is_imported(tmp_path):

@@ -84,22 +84,6 @@ def test_written_files_are_read_back(tmp_path, max_shard_bytes):
         assert sum(sizes) <= max_shard_bytes or len([size for size in sizes if size]) == 1
 
 
-def test_files_are_exchanged_with_the_safetensors_library(tmp_path):
-    library = pytest.importorskip("safetensors.numpy")
-    values = {name: array for name, array in arrays().items() if array.dtype.isbuiltin == 1}
-    write(tmp_path / "ours", values)
-    actual = library.load_file(tmp_path / "ours" / SINGLE)
-    assert set(actual) == set(values)
-    for name, array in values.items():
-        assert_same_bits(actual[name], array)
-    (tmp_path / "theirs").mkdir()
-    library.save_file(values, tmp_path / "theirs" / SINGLE, {"a": "b"})
-    folder = SafetensorsFolder(tmp_path / "theirs")
-    assert folder.tensors == infos(values)
-    for name, array in values.items():
-        assert_same_bits(folder.read(name), array)
-
-
 def test_float32_rounds_to_the_nearest_even(tmp_path):
     values = np.float32([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8 - 2**-20, 3e38, np.nan, -0.0])
     with SafetensorsWriter(tmp_path, {"x": TensorInfo(BF16, (6,))}) as writer:
@@ -302,7 +286,7 @@ def test_a_tensor_missing_from_the_index_is_refused(tmp_path):
         SafetensorsFolder(tmp_path / "new")
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "x.pth"])
+@pytest.mark.parametrize("name", ["model.pt", "x.pth"])
 def test_pickles_are_refused_with_a_way_to_convert_them(tmp_path, name):
     (tmp_path / name).write_bytes(b"\x80\x04.")
     with pytest.raises(ValueError, match=rf"holds {name}, which can run code.*save_pretrained"):

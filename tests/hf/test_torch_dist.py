@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from maxmeg.checkpoint.stream import TensorInfo
+from maxmeg.hf.formats.torch_files import open_weights
 from maxmeg.megatron.torch_dist import TorchDistReader, UnsafePickleError, common, volume
 
 DCP = "torch.distributed.checkpoint"
@@ -42,8 +43,14 @@ class Called:
     state: object = None
 
 
+class Stored(tuple):
+    """What torch's unpickler looks up: a storage."""
+
+
 def pickled(value) -> bytes:
     """Opcodes that make a value."""
+    if isinstance(value, Stored):
+        return pickled(tuple(value)) + b"Q"
     if isinstance(value, Called):
         code = f"c{value.module}\n{value.name}\n".encode()
         code += b"" if value.arguments is None else pickled(value.arguments) + b"R"
@@ -170,6 +177,31 @@ def test_arguments_are_plain_values(tmp_path: Path):
         "attention.backend": 5,
         "names": ["a"],
     }
+
+
+STORAGE = Stored(("storage", Called("torch", "FloatStorage"), "0", "cpu", 6))
+TENSOR = Called("torch._utils", "_rebuild_tensor_v2", (STORAGE, 1, (2, 2), (1, 2), False, {}))
+LONG = dataclasses.replace(TENSOR, arguments=(STORAGE, 1, (2, 3), (1, 2), False, {}))
+STATES = [
+    ({"w": TENSOR}, ""),
+    ({"w": LONG}, r"w of shape \[2, 3\] does not fit into its 24 bytes"),
+    ({"w": dataclasses.replace(TENSOR, name="_rebuild_tensor_v3")}, "w is no plain tensor but a t"),
+    ({"w": Called("os", "system", ("touch ran",))}, "data.pkl wants os.system"),
+    ([1], "holds no state_dict"),
+]
+
+
+@pytest.mark.parametrize(("state", "problem"), STATES, ids=range(len(STATES)))
+def test_weights_of_torch_are_mapped_without_torch(tmp_path: Path, state, problem):
+    numbers = np.arange(6, dtype=np.float32)
+    with zipfile.ZipFile(tmp_path / "pytorch_model.bin", "w") as archive:
+        archive.writestr("m/data.pkl", pickled(state) + b".")
+        archive.writestr("m/data/0", numbers.tobytes())
+    if problem:
+        with pytest.raises(ValueError, match=problem):
+            open_weights(tmp_path)
+        return
+    np.testing.assert_array_equal(open_weights(tmp_path).read("w"), numbers[1:5].reshape(2, 2).T)
 
 
 def test_compressed_arguments_are_refused(tmp_path: Path):

@@ -1,7 +1,6 @@
 """Every family: the same weights give the logits and gradients of Hugging Face's own models, import
 and export are exact inverses, and what is exported loads there without a word."""
 
-import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -12,13 +11,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hf_cases import VOCAB, YARN, families, gated, old, sparse, with_states
+from hf_cases import VOCAB, YARN, families, gated, sparse, with_states
 from safetensors.numpy import load_file, save_file
 
-from maxmeg.config.model import ModelConfig, Norm
+from maxmeg.config.model import ModelConfig
 from maxmeg.config.setting import get, walk, with_fields
-from maxmeg.hf.families import tables
-from maxmeg.hf.families.keys import Key
 from maxmeg.hf.families.read import (
     BIAS,
     FAMILIES,
@@ -43,48 +40,8 @@ CASES = (
     families()
     | sparse()
     | with_states()
-    | {"gpt j": ("GPTJForCausalLM", {**old(), "rotary_dim": 4})}
     | {"yarn": ("LlamaForCausalLM", {**gated(), "rope_parameters": {**YARN, "truncate": True}})}
 )
-
-
-class RotaryDim:
-    """Dimensions of each head that rotate, in pairs."""
-
-    def read(self, keys, actual):
-        size = actual["hidden_size"] // actual["attention.num_heads"]
-        actual["rotary.fraction"] = keys.take("rotary_dim", 64) / size
-
-    def write(self, model: ModelConfig):
-        return {"rotary_dim": round(model.rotary.fraction * model.head_size)}
-
-
-# Its output has a bias, which ours lacks; the only one that rotates pairs, in a parallel block.
-GPTJ = dataclasses.replace(
-    tables.GPT2,
-    model_type="gptj",
-    parts=(
-        Key("vocab_size", "vocab_size", 50400),
-        Key("n_positions", "max_position", 2048),
-        *(*tables.GPT2_PARTS, tables.tied(False), RotaryDim()),
-    ),
-    ends={k: v for k, v in tables.GPT2.ends.items() if k != "positions"},
-    layers={
-        **{ours: "attn." + name[-6:] for ours, name in tables.PROJECTIONS.items()},
-        **{"attention.out": "attn.out_proj", "mlp.up": "mlp.fc_in", "mlp.out": "mlp.fc_out"},
-        "attention.norm": "ln_1",
-    },
-    constants={
-        **{"norm": Norm.layernorm, "rotary.interleaved": True, "parallel": True},
-        "mlp.bias": True,
-    },
-    outputs_first=True,
-)
-
-
-@pytest.fixture(autouse=True)
-def with_gptj(monkeypatch):
-    monkeypatch.setitem(FAMILIES, "GPTJForCausalLM", GPTJ)
 
 
 def saved(name: str, folder, cases: dict = CASES):
@@ -93,8 +50,6 @@ def saved(name: str, folder, cases: dict = CASES):
     kind = getattr(transformers, architecture)
     torch.manual_seed(0)
     theirs = kind._from_config(kind.config_class(**settings), attn_implementation="eager")
-    if architecture == "GPTJForCausalLM":
-        theirs.lm_head.bias = None
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -214,9 +169,6 @@ def test_family(name, tmp_path, heard):
     assert hf_config(model_config(written), family, config) == written
     heard.clear()
     again = type(theirs).from_pretrained(folder, attn_implementation="eager").eval()
-    if family == "GPTJForCausalLM":
-        again.lm_head.bias = None
-        heard.clear()
     assert not heard
     with torch.no_grad():
         np.testing.assert_array_equal(again(torch.tensor(ids)).logits.numpy(), wanted)
@@ -253,19 +205,26 @@ def test_published_files_are_read_as_they_read_them(path):
     assert not differences(model_config(written), model_config(told))
 
 
-def test_text_part_of_a_model_that_sees(tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "name", "rest"),
+    [
+        ("Gemma3", "gemma 3", {"mm_tokens_per_image": 1}),
+        ("Mistral3", "mistral", {"tie_word_embeddings": False}),
+    ],
+)
+def test_text_part_of_a_model_that_sees(kind, name, rest, tmp_path):
     torch.manual_seed(0)
     vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
-    config = transformers.Gemma3Config(
-        text_config=CASES["gemma 3"][1], vision_config=vision, mm_tokens_per_image=1
-    )
-    kind = transformers.Gemma3ForConditionalGeneration
+    text = CASES[name][1] | {"model_type": {"Gemma3": "gemma3_text"}.get(kind, name)}
+    vision["model_type"] = {"Gemma3": "siglip_vision_model"}.get(kind, "pixtral")
+    config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=vision, **rest)
+    kind = getattr(transformers, f"{kind}ForConditionalGeneration")
     theirs = kind._from_config(config, attn_implementation="eager").eval()
     theirs.save_pretrained(tmp_path)
     settings = json.loads((tmp_path / "config.json").read_text())
     model, family = model_config(settings), architecture(settings)
-    assert not differences(model, model_config(saved("gemma 3", tmp_path / "text")[1]))
+    assert not differences(model, model_config(saved(name, tmp_path / "text")[1]))
     tensors = load_file(tmp_path / "model.safetensors")
     known = canonical_names(tensors, family)
     ours = imported({known[name]: tensors[name] for name in known}, model, family)

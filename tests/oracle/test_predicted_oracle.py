@@ -22,7 +22,7 @@ from maxmeg.hf.families.read import (
     differences,
     hf_config,
     model_config,
-    with_saved_mtp,
+    with_saved_tensors,
 )
 from maxmeg.layers.context import Context
 from maxmeg.objectives.language_modelling import LANGUAGE_MODELLING
@@ -120,7 +120,7 @@ def test_mtp_layers_equal_transformers(case, tmp_path, monkeypatch):
     assert model.mtp.num_layers == 1
     tensors |= load_file(tmp_path / "model.safetensors")
     known = canonical_names(tensors, family)
-    assert not differences(model, with_saved_mtp(model, tensors, family))
+    assert not differences(model, with_saved_tensors(model, tensors, family))
     tensors = {known[name]: array for name, array in tensors.items()}
     assert tensors.keys() == {binding.theirs for binding in bindings(model, family)}
     ours = imported(tensors, model, family)

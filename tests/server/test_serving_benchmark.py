@@ -1,5 +1,6 @@
-"""The benchmark of serving runs against a server of its own."""
+"""The benchmarks of servers run against servers of their own."""
 
+import re
 import subprocess
 import sys
 
@@ -18,3 +19,12 @@ def test_quick_benchmark_of_a_server(tmp_path):
     for row in rows:
         _, _, tokens, rate, *_ = row.split()
         assert int(tokens) > 0 and float(rate) > 0
+
+
+@pytest.mark.slow
+def test_hostile_clients_end_no_server(tmp_path):
+    script = REPOSITORY / "benchmarks" / "hostile_clients.py"
+    command = [sys.executable, str(script), f"--run_dir={make_run(tmp_path)}", "--seconds=5"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert "server ended: False" in done.stdout, done.stdout + done.stderr
+    assert re.search(r"large_prompts: .*4\d\d: ", done.stdout) and " 0 failed" in done.stdout

@@ -17,13 +17,17 @@ from maxmeg.data.workers import RebuiltInWorkers
 _PAIRS = 4  # key of the permutations of pairs; packing has 2 and 3
 
 
-def start_token(tokenizer: Tokenizer) -> int:
+def start_token(tokenizer: Tokenizer, stated: int = -1) -> int:
     """The token that a target begins with, before what the decoder predicts.
 
-    It is the bos of data.tokenizer; else decoder_start_token_id of the config.json beside a
-    tokenizer.json; else the first of the tokenizer's bos, padding and end of text.
+    It is the bos of data.tokenizer; else data.start_token (`stated`); else decoder_start_token_id
+    of the config.json beside a tokenizer.json; else the first of the tokenizer's bos, padding and
+    end of text.
     """
-    folder = None if "bos" in parse_spec(tokenizer.spec).roles else hugging_face_folder(tokenizer)
+    has_bos = "bos" in parse_spec(tokenizer.spec).roles
+    if stated >= 0 and not has_bos:
+        return stated
+    folder = None if has_bos else hugging_face_folder(tokenizer)
     first = json_object(folder / "config.json").get("decoder_start_token_id") if folder else None
     choices = (first, tokenizer.bos, tokenizer.pad, tokenizer.eod)
     return next(token for token in choices if token is not None)
@@ -35,7 +39,7 @@ class AlignedDataset(EpochRows, RebuiltInWorkers):
     corpora: of sources and of targets. lengths: tokens of a row of each. The source ends with the
     tokenizer's end of text; the target begins with `start_token`, and its last target is the end of
     text. cuts: pairs that are too long are cut, and otherwise left out; `num_long` is their number.
-    vocab_size: number of valid ids; 0 means the tokenizer's.
+    ids: number of valid ids, 0 for the tokenizer's, and data.start_token.
     """
 
     def __init__(
@@ -47,7 +51,7 @@ class AlignedDataset(EpochRows, RebuiltInWorkers):
         tokenizer: Tokenizer,
         cuts: bool,
         seed: int,
-        vocab_size: int = 0,
+        ids: tuple[int, int] = (0, -1),
     ) -> None:
         sources, targets = self.corpora = list(corpora)
         if len(sources) != len(targets):
@@ -69,8 +73,8 @@ class AlignedDataset(EpochRows, RebuiltInWorkers):
                 "set data.too_long=truncate"
             )
         self.source_length, self.sequence_length = lengths
-        self.vocab_size, self._seed = vocab_size or tokenizer.vocab_size, seed
-        self._first, self._end = start_token(tokenizer), tokenizer.eod
+        self.vocab_size, self._seed = ids[0] or tokenizer.vocab_size, seed
+        self._first, self._end = start_token(tokenizer, ids[1]), tokenizer.eod
         self._order = EpochOrder(len(self._pairs), seed, _PAIRS, shuffle=split_index == 0)
 
     def __str__(self) -> str:

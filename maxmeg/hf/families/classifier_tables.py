@@ -154,4 +154,4 @@ CLASSIFIERS: dict[str, Family] = {
     **decoders("Qwen3", QWEN3),
 }
 BODIES = dict.fromkeys(name.partition("For")[0] for name in CLASSIFIERS)
-NAMES = f"and {', '.join(OBJECTIVES)} of {', '.join(BODIES)}"  # as messages list them
+NAMES = f"{', '.join(OBJECTIVES)} of {', '.join(BODIES)}"  # as messages list them

@@ -17,9 +17,9 @@ from maxmeg.hf.families.expert_tables import (
 from maxmeg.hf.families.experts import (
     AuxLoss,
     DenseLayers,
-    FirstDense,
     Flag,
     Groups,
+    ListedDense,
     MtpAttention,
     Normalized,
     SharedExperts,
@@ -129,25 +129,6 @@ class KimiLayers(LinearLayers):
     def write(self, model: ModelConfig) -> Json:
         sizes = {outside: get(model, field) for outside, field, _ in KIMI_SIZES.values()}
         return {**super().write(model), **sizes}
-
-
-class KimiDense(FirstDense):
-    """Layers with an MLP in place of experts: listed, or a number of first ones."""
-
-    name, kinds = "mlp_layer_types", ("dense", "sparse")
-
-    def read(self, keys: Keys, fields: Fields) -> None:
-        super().read(keys, fields)
-        types = keys.take(self.name)
-        if types is None:
-            return
-        if not isinstance(types, list) or not all(kind in self.kinds for kind in types):
-            raise refused(self.name, types, f"it must be a list of {' and '.join(self.kinds)}")
-        fields["dense"] = {i for i, kind in enumerate(types) if kind == self.kinds[0]}
-
-    def write(self, model: ModelConfig) -> Json:
-        layers = range(model.num_layers)
-        return {self.name: [self.kinds["moe" in model.mixers(i)] for i in layers]}
 
 
 QWEN_DELTA: list[Part] = [
@@ -279,7 +260,7 @@ KIMI_LINEAR = Family(
     + [Key(*EXPERT_FFN, 1024), Renamed(SharedExperts(1), n_shared_experts="num_shared_experts")]
     + [Renamed(Groups(2), n_group="num_expert_group")]
     + [Renamed(Normalized(), norm_topk_prob="moe_renormalize")]
-    + [Key("routed_scaling_factor", "moe.scale", 2.446), KimiDense(1), KimiLayers()]
+    + [Key("routed_scaling_factor", "moe.scale", 2.446), ListedDense(1), KimiLayers()]
     + [Fixed("moe_router_activation_func", "sigmoid"), Fixed("use_grouped_topk", True)]
     + [Fixed("moe_layer_freq", 1), Fixed("num_nextn_predict_layers", 0)]
     + [Fixed("mla_use_nope", True), Ignored("head_dim", "qk_head_dim")]

@@ -149,6 +149,16 @@ ROBERTA = Family(
     renamed=OLD_NAMES,
 )
 
+# The same with other names, and defaults of BERT.
+XLM_ROBERTA, CAMEMBERT = (
+    dataclasses.replace(
+        ROBERTA,
+        model_type=name,
+        parts=[*parts(30522, 768, 12, 12, 3072), ACTIVATION, FirstPosition()],
+    )
+    for name in ("xlm-roberta", "camembert")
+)
+
 
 def without_heads(base: Family, **changes: typing.Any) -> Family:
     """A family without the heads that predict tokens and the order of pairs."""
@@ -261,6 +271,10 @@ ENCODERS: dict[str, Family] = {
     "MegatronBertModel": body(MEGATRON_BERT, "bert", "cls"),
     "RobertaForMaskedLM": ROBERTA,
     "RobertaModel": body(ROBERTA, "roberta", "lm_head"),
+    "XLMRobertaForMaskedLM": XLM_ROBERTA,
+    "XLMRobertaModel": body(XLM_ROBERTA, "roberta", "lm_head"),
+    "CamembertForMaskedLM": CAMEMBERT,
+    "CamembertModel": body(CAMEMBERT, "roberta", "lm_head"),
     "ModernBertForMaskedLM": MODERN_BERT,
     "ModernBertModel": MODERN_BERT_BODY,
 }

@@ -13,12 +13,14 @@ from maxmeg.hf.families.experts import (
     FirstDense,
     Flag,
     Groups,
+    ListedDense,
     Normalized,
     RoutingMethod,
     SharedExperts,
     num_experts,
 )
 from maxmeg.hf.families.keys import Fixed, Ignored, Key, Part
+from maxmeg.hf.families.mamba import GRANITE_SCALES
 from maxmeg.hf.families.rotary import LATENT, ORIGINAL, LatentRotary, Rotary
 from maxmeg.hf.families.tables import (
     ATTENTION_BIAS,
@@ -209,6 +211,7 @@ DEEPSEEK_V3 = Family(
     experts=EXPERTS,
     code=r"(configuration|modeling)_deepseek\.",
 )
+LATENT_SIZES = {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256}
 DEEPSEEK_V2 = dataclasses.replace(
     DEEPSEEK_V3,
     model_type="deepseek_v2",
@@ -223,13 +226,73 @@ DEEPSEEK_V2 = dataclasses.replace(
     constants={**DEEPSEEK, "moe.softmax_before_topk": True, "rotary.interleaved": True},
     arrays={"moe.router": "mlp.gate.weight"},
 )
+GLM4_MOE_LITE = dataclasses.replace(
+    DEEPSEEK_V3,
+    model_type="glm4_moe_lite",
+    parts=sizes(154880, 2048, 47, 20, 20, 10240)
+    + numerics(202752, 1e-5)
+    + [dataclasses.replace(key, default=LATENT_SIZES.get(key.name, key.default)) for key in LATENT]
+    + [Ignored("head_dim", "qk_head_dim", "ep_size"), SILU, tied(False), ATTENTION_BIAS]
+    + [ATTENTION_DROPOUT, Fixed("pretraining_tp", 1), ListedDense(1)]
+    + num_experts(64, 4, "n_routed_experts", "num_local_experts")
+    + [Key(*EXPERT_FFN, 1536), SharedExperts(1), Groups(2), Normalized()]
+    + [Key("routed_scaling_factor", "moe.scale", 1.8), Fixed("topk_method", "noaux_tc")]
+    + [MTP_LAYERS, Key("rope_interleave", "rotary.interleaved", True)]
+    + [LatentRotary(fraction_default=1.0)],
+    code="",
+)
+OLMOE = Family(
+    model_type="olmoe",
+    parts=expert_sizes(50304, 2048, 16, 16, None, 2048)
+    + numerics(4096, 1e-5)
+    + [OPTIONAL_HEAD_DIM, SILU, ATTENTION_BIAS, ATTENTION_DROPOUT, tied(False)]
+    + num_experts(64, 8, "num_experts", "num_local_experts")
+    + [Flag(*NORMALIZED_SOFTMAX), AuxLoss(0.01), Fixed("clip_qkv", None), Rotary()],
+    layers={**PROJECTIONS, **HEAD_NORMS, **PRE_NORMS},
+    constants={**ROOT, "attention.qk_norm": QkNorm.heads},
+    arrays={"moe.router": "mlp.gate.weight"},
+    experts=EXPERTS,
+)
+GRANITE_MOE = Family(
+    model_type="granitemoe",
+    parts=expert_sizes(32000, 4096, 32, 32, None, 11008)
+    + numerics(2048, 1e-6)
+    + [OPTIONAL_HEAD_DIM, SILU, ATTENTION_BIAS, ATTENTION_DROPOUT, tied(False), *GRANITE_SCALES]
+    + num_experts(8, 2, "num_local_experts", "num_experts")
+    + [AuxLoss(), Rotary()],
+    layers={**PROJECTIONS, **PRE_NORMS},
+    constants=ROOT,
+    arrays={"moe.router": "block_sparse_moe.router.layer.weight"},
+    experts={
+        ("moe.experts.gate", "moe.experts.up"): "block_sparse_moe.input_linear.weight",
+        "moe.experts.out": "block_sparse_moe.output_linear.weight",
+    },
+    interleaved=False,
+)
+GRANITE_MOE_SHARED = dataclasses.replace(
+    GRANITE_MOE,
+    model_type="granitemoeshared",
+    parts=[
+        *GRANITE_MOE.parts,
+        Key("shared_intermediate_size", "moe.shared_ffn_size", 0, zero=True),
+    ],
+    layers={
+        **GRANITE_MOE.layers,
+        ("moe.shared.gate", "moe.shared.up"): "shared_mlp.input_linear",
+        "moe.shared.out": "shared_mlp.output_linear",
+    },
+)
 
 SPARSE: dict[str, Family] = {
     "MixtralForCausalLM": MIXTRAL,
     "Qwen2MoeForCausalLM": QWEN2_MOE,
     "Qwen3MoeForCausalLM": QWEN3_MOE,
     "GptOssForCausalLM": GPT_OSS,
+    "OlmoeForCausalLM": OLMOE,
+    "GraniteMoeForCausalLM": GRANITE_MOE,
+    "GraniteMoeSharedForCausalLM": GRANITE_MOE_SHARED,
     "Glm4MoeForCausalLM": GLM4_MOE,
+    "Glm4MoeLiteForCausalLM": GLM4_MOE_LITE,
     "DeepseekV2ForCausalLM": DEEPSEEK_V2,
     "DeepseekV3ForCausalLM": DEEPSEEK_V3,
 }

@@ -142,14 +142,35 @@ class FirstDense(Part):
     """Number of first layers that have an MLP in place of experts."""
 
     default: int
+    name: str = "first_k_dense_replace"
 
     def read(self, keys: Keys, fields: Fields) -> None:
-        count = keys.read("first_k_dense_replace", self.default, int, zero=True)
+        count = keys.read(self.name, self.default, int, zero=True)
         fields["dense"] = {*range(min(count, fields["num_layers"]))}
 
     def write(self, model: ModelConfig) -> Json:
         moe = [layer for layer in range(model.num_layers) if "moe" in model.mixers(layer)]
-        return {"first_k_dense_replace": moe[0] if moe else model.num_layers}
+        return {self.name: moe[0] if moe else model.num_layers}
+
+
+class ListedDense(FirstDense):
+    """Layers with an MLP in place of experts: listed, or a number of first ones
+    (Kimi, GLM-4.7-Flash)."""
+
+    types, kinds = "mlp_layer_types", ("dense", "sparse")
+
+    def read(self, keys: Keys, fields: Fields) -> None:
+        super().read(keys, fields)
+        types = keys.take(self.types)
+        if types is None:
+            return
+        if not isinstance(types, list) or not all(kind in self.kinds for kind in types):
+            raise refused(self.types, types, f"it must be a list of {' and '.join(self.kinds)}")
+        fields["dense"] = {i for i, kind in enumerate(types) if kind == self.kinds[0]}
+
+    def write(self, model: ModelConfig) -> Json:
+        layers = range(model.num_layers)
+        return {self.types: [self.kinds["moe" in model.mixers(i)] for i in layers]}
 
 
 class RoutingMethod(Part):

@@ -1,7 +1,10 @@
 """Families whose layers do not all have attention."""
 
-from maxmeg.config.mixers import QkNorm
+import dataclasses
+
+from maxmeg.config.mixers import QkNorm, RouterScore
 from maxmeg.config.model import ModelConfig
+from maxmeg.hf.families.experts import FirstDense, Normalized, num_experts
 from maxmeg.hf.families.keys import Fields, Fixed, Ignored, Json, Key, Keys, Part, refused
 from maxmeg.hf.families.rotary import Rotary
 from maxmeg.hf.families.tables import ENDS, ROOT, Family, numerics, sizes
@@ -101,5 +104,27 @@ LFM2 = Family(
     constants={**ROOT, "attention.qk_norm": QkNorm.head},
     ends={**ENDS, "final_norm": "model.embedding_norm"},
 )
+FED = {"gate": "w1", "up": "w3", "out": "w2"}
+LFM2_MOE = dataclasses.replace(
+    LFM2,
+    model_type="lfm2_moe",
+    parts=sizes(65536, 2048, 32, 32, 8, 7168)
+    + numerics(128000, 1e-5, eps_name="norm_eps")
+    + [Key("tie_word_embeddings", "tied", True, aliases=("tie_embedding",))]
+    + [ShortConvolutions(), AliasedRotary("theta", default=1e6)]
+    + num_experts(32, 4, "num_experts", "num_local_experts")
+    + [Key("moe_intermediate_size", "moe.ffn_size", 1792), FirstDense(2, "num_dense_layers")]
+    + [
+        Key("routed_scaling_factor", "moe.scale", 1.0),
+        Normalized(),
+        Fixed("use_expert_bias", True),
+    ],
+    constants={**LFM2.constants, "moe.score": RouterScore.sigmoid, "moe.bias_balancing": True},
+    arrays={"moe.router": "feed_forward.gate.weight", "moe.bias": "feed_forward.expert_bias"},
+    experts={
+        f"moe.experts.{ours}": f"feed_forward.experts.{{}}.{theirs}.weight"
+        for ours, theirs in FED.items()
+    },
+)
 
-HYBRID: dict[str, Family] = {"Lfm2ForCausalLM": LFM2}
+HYBRID: dict[str, Family] = {"Lfm2ForCausalLM": LFM2, "Lfm2MoeForCausalLM": LFM2_MOE}

@@ -8,7 +8,7 @@ import dataclasses
 import enum
 import re
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 
 from maxmeg.config.layers import MIXERS, Layer, one_layer, written
 from maxmeg.config.model import ModelConfig
@@ -28,6 +28,9 @@ RESOLVED = {  # fields in which 0 stands for another size -> the property that r
     "delta.num_key_heads": "delta_key_heads",
     "delta.value_size": "delta_value_size",
 }
+OFF = (None, False, "", [], {})  # values of keys that switch nothing on
+TRANSFORMERS = (5, 24)  # version whose classes the tables follow
+OTHER = ("AutoTokenizer", "AutoProcessor", "AutoImageProcessor", "AutoFeatureExtractor")
 MAX_NUMBER = 2**31 - 1
 MAX_LAYERS = 10_000  # lists have one item per layer
 # Keys that change no result: names, tokens, generation defaults, settings of other heads.
@@ -105,11 +108,18 @@ class Keys:
             return expected
         return default
 
-    def finish(self, architecture: str, code: str = "") -> None:
-        """Refuse keys that were not read. code: pattern of remote code that may be named."""
+    def finish(self, architecture: str, code: str, effective: Callable[[], Set[str]]) -> list[str]:
+        """Return the keys that were not read and have no effect; ValueError for the others.
+
+        transformers passes over keys that its class lacks, and the tables have all keys of its
+        classes. Keys in `effective`, which describe models of other families, are nevertheless
+        refused, and all of them in files of a newer version. code: pattern of remote code that may
+        be named.
+        """
         modules = self.take("auto_map")
-        named = modules.values() if isinstance(modules, dict) else [modules]
-        if modules and not (code and all(re.match(code, str(module)) for module in named)):
+        is_map = isinstance(modules, dict)
+        named = [m for kind, m in modules.items() if kind not in OTHER] if is_map else [modules]
+        if any(named) and not (code and all(re.match(code, str(module)) for module in named)):
             raise refused(
                 "auto_map",
                 modules,
@@ -121,10 +131,27 @@ class Keys:
             if (value := self.take(name, allowed[0])) not in allowed:
                 remedy = REMEDIES.get(name, f"only {allowed[0]!r} is supported")
                 raise refused(name, value, remedy)
-        for name, value in self.values.items():
-            if name not in self.known and not name.endswith("_token_id"):
-                remedy = f"{architecture} has no such key here, and it may change the results; "
-                raise refused(name, value, remedy + "if it does not, remove it")
+        unread = [name for name in self.values if name not in self.known]
+        unread = [name for name in unread if not name.endswith("_token_id")]
+        unread_on = [name for name in unread if self.values[name] not in OFF]
+        effective_names = effective() if unread_on else ()
+        is_newer = self.version > TRANSFORMERS
+        if wrong := [name for name in unread_on if is_newer or name in effective_names]:
+            shown = ", ".join(f"{name}={self.values[name]!r}" for name in wrong)
+            by = (
+                f" (written by transformers {'.'.join(map(str, self.version))})" if is_newer else ""
+            )
+            raise ValueError(
+                f"config.json{by} has {shown[:500]}: {architecture} reads no such keys here, and "
+                "they may change the results; remove them if they do not"
+            )
+        return unread
+
+    @property
+    def version(self) -> tuple[int, ...]:
+        """Major and minor version of transformers that wrote the file; (0, 0) if it is not said."""
+        numbers = re.match(r"(\d{1,4})\.(\d{1,4})", str(self.take("transformers_version")))
+        return tuple(map(int, numbers.groups())) if numbers else (0, 0)
 
 
 def checked(
@@ -259,6 +286,9 @@ class Choice(Part):
         fields[self.field] = self.values[value]
 
     def write(self, model: ModelConfig) -> Json:
+        kinds = [*model.layer_kinds, *[model.mtp_layer] * model.mtp.num_layers]
+        if self.field.partition(".")[0] in unread_groups(kinds):
+            return {}
         value = get(model, self.field)
         for name in (self.default, *self.values):
             if self.values[name] is value:

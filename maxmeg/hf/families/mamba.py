@@ -297,9 +297,10 @@ class Scale(Part):
     name: str
     field: str
     inverse: bool = False
+    default: float = 1.0
 
     def read(self, keys: Keys, fields: Fields) -> None:
-        value = keys.read(self.name, 1.0, float, null=1.0)
+        value = keys.read(self.name, self.default, float, null=1.0)
         fields[self.field] = 1 / value if self.inverse else value
 
     def write(self, model: ModelConfig) -> Json:
@@ -307,6 +308,14 @@ class Scale(Part):
         if self.field == "attention.scale":
             value = value or model.key_size**-0.5
         return {self.name: rounded(1 / value if self.inverse else value)}
+
+
+GRANITE_SCALES: list[Part] = [
+    Scale("embedding_multiplier", "embedding_scale"),
+    Scale("logits_scaling", "logit_scale", True),
+    Scale("residual_multiplier", "residual_scale"),
+    Scale("attention_multiplier", "attention.scale"),
+]
 
 
 def rounded(value: float) -> float:

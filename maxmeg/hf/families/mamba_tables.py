@@ -7,6 +7,7 @@ from maxmeg.config.model import Position
 from maxmeg.hf.families.experts import Groups, Normalized, num_experts
 from maxmeg.hf.families.keys import Choice, Fixed, Ignored, Key, Part
 from maxmeg.hf.families.mamba import (
+    GRANITE_SCALES,
     Expansion,
     GraniteExperts,
     GranitePositions,
@@ -210,9 +211,7 @@ GRANITE = Family(
     + SIZES
     + [HeadSize(), Key("mamba_proj_bias", "mamba.bias", False), OPTIONAL_HEAD_DIM, tied(False)]
     + [GraniteExperts(), NamedLayers(), GranitePositions()]
-    + [Scale("embedding_multiplier", "embedding_scale"), Scale("logits_scaling", LOGITS, True)]
-    + [Scale("residual_multiplier", "residual_scale")]
-    + [Scale("attention_multiplier", "attention.scale")]
+    + GRANITE_SCALES
     + [Ignored("rope_theta", "normalization_function", "init_method")],
     layers={
         **MAMBA_LAYER,

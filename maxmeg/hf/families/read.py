@@ -11,111 +11,62 @@ import jax
 
 from maxmeg.config.context import KINDS
 from maxmeg.config.initial import FREE
-from maxmeg.config.layers import MIXERS, Layer, places
+from maxmeg.config.layers import Layer, places
 from maxmeg.config.mixers import MtpConfig, RouterScore
 from maxmeg.config.model import ModelConfig, Position
 from maxmeg.config.model_rules import model_problems
 from maxmeg.config.setting import declared_problems, walk, with_fields
+from maxmeg.hf.families.architectures import (
+    FAMILIES,
+    architecture,
+    effective_keys,
+    table_of,
+    text_part,
+)
 from maxmeg.hf.families.binding import Binding, Consecutive, Fusion, Interleaved, Place, Shaped
-from maxmeg.hf.families.classifier_tables import CLASSIFIERS, NAMES
-from maxmeg.hf.families.delta_tables import DELTA, QWEN_MTP
-from maxmeg.hf.families.encoder_tables import ENCODERS
-from maxmeg.hf.families.expert_tables import SPARSE
+from maxmeg.hf.families.delta_tables import QWEN_MTP
 from maxmeg.hf.families.experts import MTP_LAYERS, MtpAttention, attention_and
-from maxmeg.hf.families.hybrid_tables import HYBRID
-from maxmeg.hf.families.keys import TOKENS, Keys, refused, resolved, with_layers
+from maxmeg.hf.families.keys import TOKENS, Keys, resolved, with_layers
 from maxmeg.hf.families.mamba import LetteredMtp
-from maxmeg.hf.families.mamba_tables import MAMBA
-from maxmeg.hf.families.t5_tables import ENCODER_DECODERS
-from maxmeg.hf.families.tables import DENSE, Family, Modules, MtpNames
+from maxmeg.hf.families.tables import Family, Modules, MtpNames
 from maxmeg.models.lm import LM
 from maxmeg.state import VOCABULARY_TABLES, array_name
 
 Shape = tuple[int, ...]
-FAMILIES: dict[str, Family] = {
-    **DENSE,
-    **SPARSE,
-    **HYBRID,
-    **MAMBA,
-    **DELTA,
-    **ENCODERS,
-    **CLASSIFIERS,
-    **ENCODER_DECODERS,
-}
-# Only the language models of these are read.
-VISION_LANGUAGE = {
-    f"{name}ForConditionalGeneration": f"{name}ForCausalLM"
-    for name in ("Gemma3", "Qwen3_5", "Qwen3_5Moe")
-}
-MAMBA1 = ("JambaForCausalLM", "MambaForCausalLM", "FalconMambaForCausalLM")
-MAMBA1_REMEDY = (
-    "it has Mamba-1 layers, whose scan has a decay of its own for each channel and state; the "
-    f"mixers are {', '.join(MIXERS)}, of which mamba is Mamba-2: choose one of {', '.join(MAMBA)}"
-)
-OUTER_KEYS = (*TOKENS, "tie_word_embeddings", "quantization_config", "auto_map")
+START_TOKEN = "decoder_start_token_id"
+# What torch.compile, FSDP, recomputation and DistributedDataParallel put into names.
+WRAPPERS = r"(^module|\b_orig_mod|\b_fsdp_wrapped_module|\b_checkpoint_wrapped_module)\."
 # Fields beside config.initial.FREE that no config.json has: tokens are dropped in training only.
 DROPS = {"moe.capacity_factor", "moe.drop_policy"}
 CLOSE = 1e-9  # relative tolerance for numbers that were squared and rooted
 
 
-def text_part(config: Mapping[str, typing.Any]) -> Mapping[str, typing.Any]:
-    """Return a config.json, or that of the language model inside a vision-language model."""
-    named = config.get("architectures")
-    name = str(named[0]) if isinstance(named, list) and len(named) == 1 else ""
-    if name not in VISION_LANGUAGE:
-        return config
-    text, family = config.get("text_config"), VISION_LANGUAGE[name]
-    if not isinstance(text, dict):
-        raise refused("text_config", text, f"{name} must have the settings of its language model")
-    outer = {name: config[name] for name in OUTER_KEYS if name in config}
-    kind = FAMILIES[family].model_type
-    return {**text, **outer, "architectures": [family], "model_type": kind}
-
-
-def architecture(config: Mapping[str, typing.Any]) -> str:
-    """Return the name in FAMILIES of the model class that a config.json names."""
-    config = text_part(config)
-    named, kind = config.get("architectures"), config.get("model_type")
-    if not named:
-        known = {name: table for name, table in FAMILIES.items() if name not in CLASSIFIERS}
-        named = [name for name, table in known.items() if table.model_type == kind] or named
-    if not isinstance(named, list) or len(named) != 1 or named[0] not in list(FAMILIES):
-        plain = [name for name in FAMILIES if name not in CLASSIFIERS]
-        if named in [[name] for name in MAMBA1]:
-            raise refused("architectures", named, MAMBA1_REMEDY)
-        raise refused("architectures", named, f"supported are {', '.join(plain)}, {NAMES}")
-    wanted = FAMILIES[named[0]].model_type
-    if kind not in (wanted, None):
-        raise refused("model_type", kind, f"{named[0]} is of model_type {wanted!r}")
-    return named[0]
-
-
-def table_of(family: str | Family) -> Family:
-    """Return a table by its name in FAMILIES; a Family is returned as it is."""
-    if isinstance(family, Family):
-        return family
-    if family not in FAMILIES:
-        raise ValueError(f"no family is named {family!r}: choose from {', '.join(FAMILIES)}")
-    return FAMILIES[family]
-
-
 def model_config(config: Mapping[str, typing.Any]) -> ModelConfig:
-    """Return the model that a config.json describes; ValueError for an unknown key or value."""
+    """Return the model that a config.json describes; ValueError for keys of other families' models,
+    and for values that are not supported."""
+    return read_config(config)[0]
+
+
+def read_config(config: Mapping[str, typing.Any]) -> tuple[ModelConfig, list[str]]:
+    """Return the model that a config.json describes, and its keys without effect."""
     name, keys = architecture(config), Keys(text_part(config))
     fields = dict(FAMILIES[name].constants)
     for part in FAMILIES[name].parts:
         part.read(keys, fields)
-    keys.finish(name, FAMILIES[name].code)
+    passed = keys.finish(name, FAMILIES[name].code, effective_keys)
     model = with_fields(ModelConfig(), with_layers(fields))
     if problems := [*declared_problems(model, "model."), *model_problems(model)]:
         raise ValueError("config.json does not describe a valid model:\n" + "\n".join(problems))
-    return model
+    return model, passed
 
 
-def with_saved_mtp(model: ModelConfig, names: Iterable[str], family: str) -> ModelConfig:
+def with_saved_tensors(model: ModelConfig, names: Iterable[str], family: str) -> ModelConfig:
     """Return the model with MTP layers only if the files, whose tensors are `names`, have them:
-    config.json names layers that are not saved, or (Qwen3-Next) not those that are."""
+    config.json names layers that are not saved, or (Qwen3-Next) not those that are. The same holds
+    for the output weights of T5 v1.1, which transformers 5 calls tied in any case."""
     table, known = table_of(family), {*canonical_names(names, family).values()}
+    if model.has_source and model.logit_scale == 1 and f"{table.ends['output']}.weight" in known:
+        model = dataclasses.replace(model, tied=False)
     if table.mtp is QWEN_MTP and not model.mtp.num_layers and "mtp.fc.weight" in known:
         mtp = MtpConfig(num_layers=1, layers=attention_and(model.has("moe")))
         return dataclasses.replace(model, mtp=mtp)
@@ -149,7 +100,7 @@ def hf_config(
     written |= {name: tokens.get(name) for name in TOKENS}
     if model.has_source:  # as the samples begin, unless the source says it
         first = tokens.get("pad_token_id" if tokens.get("bos_token_id") is None else "bos_token_id")
-        written["decoder_start_token_id"] = tokens.get("decoder_start_token_id", first)
+        written[START_TOKEN] = tokens.get(START_TOKEN, first)
     try:
         for part in table.parts:
             written |= part.write(model)
@@ -439,7 +390,7 @@ def aliases(model: ModelConfig, family: str) -> dict[str, str]:
     output = ends["embedding" if model.tied else "output"]
     repeated = {ends["output"]: output} if model.tied else {}
     repeated |= dict.fromkeys(table.copies, ends["embedding"])
-    if model.bert.output_bias:
+    if model.bert.output_bias and table.ends["output"] != table.ends["bert.output"]:
         repeated[f"{table.ends['output']}.bias"] = f"{table.ends['bert.output']}.bias"
     for number in range(model.mtp.num_layers if table.mtp == MtpNames() else 0):
         prefix = f"{table.layer}{model.num_layers + number}"
@@ -458,9 +409,9 @@ def canonical_names(names: Iterable[str], family: str) -> dict[str, str]:
     starts = (table.layer, table.mtp.prefix, *table.ends.values())
     roots = tuple({name.partition(".")[0] + "." for name in starts})
     for name in names:
-        if any(re.search(pattern, name) for pattern in table.ignored):
+        canonical = re.sub(WRAPPERS, "", name).removeprefix("module.")
+        if any(re.search(pattern, canonical) for pattern in table.ignored):
             continue
-        canonical = name
         for pattern, replacement in table.renamed:
             canonical = re.sub(pattern, replacement, canonical)
         if not canonical.startswith(roots):

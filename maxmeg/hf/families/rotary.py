@@ -137,7 +137,8 @@ class Rotary(Part):
         if not self.local:
             return 0.0
         settings = mapping(Keys(mapping(keys, "rope_parameters")), SLIDING)
-        base = agreed(keys, settings, "rope_theta", (self.local,), 10000.0)
+        names, default = ((), self.default) if self.local == SLIDING else ((self.local,), 10000.0)
+        base = agreed(keys, settings, "rope_theta", names, default)
         if agreed(keys, settings, "partial_rotary_factor", (), 1.0) != 1:
             wanted = "in layers with a sliding window whole heads must rotate"
             raise refused("rope_parameters", settings, wanted)
@@ -155,10 +156,26 @@ class Rotary(Part):
         kind = "default" if scaling is RotaryScaling.none else scaling.value
         if kind not in self.kinds:
             raise ValueError(f"rope_scaling has no name for model.rotary.scaling={kind}")
-        written["rope_scaling"] = written_scaling(kind, model) if kind != "default" else None
+        is_plain = kind == "default" and not self.missing
+        written["rope_scaling"] = None if is_plain else written_scaling(kind, model)
         if self.original:
             written[ORIGINAL] = model.rotary.original_length or model.max_position
         return written
+
+
+@dataclasses.dataclass(frozen=True)
+class UnscaledLocal(Rotary):
+    """Only layers without a sliding window are scaled, and rope_parameters has the settings of both
+    (OLMo 3)."""
+
+    local: str = SLIDING
+
+    def write(self, model: ModelConfig) -> Json:
+        written = super().write(model)
+        local = {"rope_type": "default", "rope_theta": written.pop(self.local)}
+        full = {"rope_type": "default", **(written["rope_scaling"] or {})}
+        full["rope_theta"] = written[self.theta]
+        return written | {"rope_parameters": {FULL: full, SLIDING: local}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -267,3 +284,15 @@ def written_scaling(kind: str, model: ModelConfig) -> Json:
         if name != "attention_factor" or value:
             written[name] = list(value) if isinstance(value, tuple) else value
     return written
+
+
+def longrope_notes(model: ModelConfig) -> tuple[str, ...]:
+    """Return how generated text differs from transformers', for a model with LongRoPE."""
+    if model.rotary.scaling is not RotaryScaling.longrope:
+        return ()
+    return (
+        "rotary.scaling=longrope: where a prompt and the most new tokens (--num_tokens, "
+        f"max_tokens) are more than {model.rotary.original_length} together, generated text has "
+        "the long factors from its first token on, and transformers changes to them at that "
+        "length: ask for fewer tokens to get the same text",
+    )

@@ -44,17 +44,20 @@ class Depths(Part):
 class Tied(Part):
     """Tied output weights, whose logits are then scaled by hidden_size^-0.5 (v1.0); neither (v1.1).
 
-    transformers 5 writes tie_word_embeddings=true for both, and scale_decoder_outputs.
+    transformers 5 writes tie_word_embeddings=true for both, and scale_decoder_outputs: the output
+    weights of v1.1 are tied unless the files have them.
     """
 
     def read(self, keys: Keys, fields: Fields) -> None:
         tied = keys.read("tie_word_embeddings", True, bool)
-        fields["tied"] = keys.read("scale_decoder_outputs", tied, bool)
-        if fields["tied"]:
+        is_scaled = keys.read("scale_decoder_outputs", tied, bool)
+        fields["tied"] = tied or is_scaled
+        if is_scaled:
             fields["logit_scale"] = fields["hidden_size"] ** -0.5
 
     def write(self, model: ModelConfig) -> Json:
-        return {"tie_word_embeddings": model.tied}
+        is_scaled = model.logit_scale != 1
+        return {"tie_word_embeddings": model.tied, "scale_decoder_outputs": is_scaled}
 
 
 class EncoderDecoder(Part):

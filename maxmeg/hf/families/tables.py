@@ -173,6 +173,17 @@ ATTENTION_DROPOUT = dropout("attention_dropout", "attention.dropout")
 ATTENTION_BIAS = Key("attention_bias", ATTENTION_BIASES, False)
 WINDOW = "sliding_window", "attention.window"
 
+SEEING: dict[str, typing.Any] = {  # files of the language model in a vision-language model
+    "ignored": (
+        r"rotary_emb\.inv_freq$",
+        r"^(model\.)?(vision_tower|multi_modal_projector)\.",
+    ),
+    "renamed": (
+        (r"^(language_model\.model|model\.language_model)\.", "model."),
+        (r"^language_model\.lm_head\.", "lm_head."),
+    ),
+}
+
 LLAMA = Family(
     model_type="llama",
     parts=sizes(32000, 4096, 32, 32, None, 11008)
@@ -191,6 +202,7 @@ MISTRAL = Family(
     + [Key(*WINDOW, 4096, null=True), Rotary()],
     layers=LLAMA_LAYER,
     constants=ROOT,
+    **SEEING,
 )
 QWEN2 = Family(
     model_type="qwen2",
@@ -251,11 +263,7 @@ GEMMA3 = Family(
     + [Rotary(default=1e6, local="rope_local_base_freq")],
     layers={**GEMMA_LAYER, **HEAD_NORMS},
     constants={**GEMMA, "attention.qk_norm": QkNorm.head},
-    ignored=(r"^(model\.)?(vision_tower|multi_modal_projector)\.",),
-    renamed=(  # the language model of a vision-language model
-        (r"^(language_model\.model|model\.language_model)\.", "model."),
-        (r"^language_model\.lm_head\.", "lm_head."),
-    ),
+    **SEEING,
 )
 OLMO2 = Family(
     model_type="olmo2",

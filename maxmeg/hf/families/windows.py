@@ -6,6 +6,7 @@ from maxmeg.config.model import ModelConfig
 from maxmeg.hf.families.keys import Fields, Json, Keys, Part, checked, refused
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+UNROTATED, PATTERN, BITS = "nope_attention", "sliding_window_pattern", {"0", "1"}
 
 
 def read_types(keys: Keys, fields: Fields, default: list[str], window: int) -> None:
@@ -74,19 +75,21 @@ class LateWindow(Part):
 class AlternatingWindow(Part):
     """Every n-th layer is global, the others have a window (Gemma).
 
-    every: n, if no key says it. key: the name of the key for n. default: the default window.
+    every: n, if no key says it. key: the name of the key for n. default: the default window. first:
+    whether the first of n layers is global, not the last.
     """
 
     every: int
     key: str = ""
     default: int = 4096
+    first: bool = False
 
     def read(self, keys: Keys, fields: Fields) -> None:
         every = self.every
         window = keys.read("sliding_window", self.default, int)
         for name in (self.key, "_" + self.key) if self.key else ():
             every = keys.read(name, every, int)
-        numbers = range(1, fields["num_layers"] + 1)
+        numbers = (number + (not self.first) for number in range(fields["num_layers"]))
         read_types(keys, fields, [SLIDING if n % every else FULL for n in numbers], window)
 
     def write(self, model: ModelConfig) -> Json:
@@ -94,3 +97,53 @@ class AlternatingWindow(Part):
         every = types.index(FULL) + 1 if FULL in types else model.num_layers + 1
         rule = {self.key: every} if self.key else {}
         return {"sliding_window": window or model.max_position, "layer_types": types, **rule}
+
+
+@dataclasses.dataclass(frozen=True)
+class ListedWindow(Part):
+    """A window, or null. All layers have it unless layer_types says otherwise (Ministral), or with
+    `every` all but every n-th, which then have no rotary embedding (EXAONE 4)."""
+
+    every: int = 0
+
+    def read(self, keys: Keys, fields: Fields) -> None:
+        window = keys.read("sliding_window", 4096, int, null=0)
+        every = keys.take(PATTERN) if self.every else 0  # letters, where there are layer_types
+        every = every if type(every) is int and every > 0 else self.every
+        numbers = range(1, fields["num_layers"] + 1)
+        has = [bool(window) and (not every or n % every > 0) for n in numbers]
+        read_types(keys, fields, [SLIDING if is_local else FULL for is_local in has], window)
+        if self.every and window:
+            UnrotatedGlobals().read(keys, fields)
+
+    def write(self, model: ModelConfig) -> Json:
+        window = model.attention.window or (model.max_position if model.has(UNROTATED) else None)
+        rule = {PATTERN: self.every} if self.every else {}
+        return {"sliding_window": window, "layer_types": written_types(model), **rule}
+
+
+class UnrotatedGlobals(Part):
+    """Layers without a sliding window have no rotary embedding (Command R7B, EXAONE 4)."""
+
+    def read(self, keys: Keys, fields: Fields) -> None:
+        fields["first"] = ["local" if is_local else UNROTATED for is_local in fields["local"]]
+
+
+class UnrotatedLayers(Part):
+    """Layers without a rotary embedding: every n-th, or the zeros of a list (SmolLM3)."""
+
+    name = "no_rope_layers"
+
+    def read(self, keys: Keys, fields: Fields) -> None:
+        count, every = fields["num_layers"], keys.read("no_rope_layer_interval", 4, int)
+        listed, types = keys.take(self.name), keys.take("layer_types")
+        listed = [int(n % every > 0) for n in range(1, count + 1)] if listed is None else listed
+        if not isinstance(listed, list) or len(listed) != count or not {*map(str, listed)} <= BITS:
+            raise refused(self.name, listed, f"it must be a list of {count} of 0 and 1")
+        if types not in (None, [FULL] * count):
+            raise refused("layer_types", types, f"it must be a list of {count} times {FULL!r}")
+        fields["first"] = ["attention" if is_rotary else UNROTATED for is_rotary in listed]
+
+    def write(self, model: ModelConfig) -> Json:
+        rotates = [int(UNROTATED not in model.mixers(layer)) for layer in range(model.num_layers)]
+        return {self.name: rotates, "layer_types": [FULL] * model.num_layers}

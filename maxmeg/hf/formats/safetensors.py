@@ -11,9 +11,9 @@ import mmap
 import os
 import reprlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -75,30 +75,54 @@ class SafetensorsFile:
         count = math.prod(info.shape)
         if not count:
             return np.zeros(info.shape, info.dtype)
-        first = begin - begin % mmap.ALLOCATIONGRANULARITY
-        length = begin - first + count * info.dtype.itemsize
-        with self.path.open("rb") as file:
-            if os.fstat(file.fileno()).st_size != self._size:
-                raise ValueError(f"{self.path} has changed since it was opened: start again")
-            mapped = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_READ, offset=first)
-        flat = np.frombuffer(mapped, info.dtype, count, begin - first)
-        return flat.reshape(info.shape)
+        flat = mapped(self.path, self._size, begin, count * info.dtype.itemsize)
+        return np.frombuffer(flat, info.dtype).reshape(info.shape)
+
+
+def mapped(path: Path, size: int, begin: int, length: int) -> memoryview:
+    """Return bytes of a file of this size, which stays mapped as long as they are used."""
+    first = begin - begin % mmap.ALLOCATIONGRANULARITY
+    with path.open("rb") as file:
+        if os.fstat(file.fileno()).st_size != size:
+            raise ValueError(f"{path} has changed since it was opened: start again")
+        whole = mmap.mmap(
+            file.fileno(), begin - first + length, access=mmap.ACCESS_READ, offset=first
+        )
+    return memoryview(whole)[begin - first :]
+
+
+class TensorFile(Protocol):
+    """A file of tensors by name."""
+
+    path: Path
+    tensors: dict[str, TensorInfo]
+
+    def read(self, name: str) -> np.ndarray: ...
 
 
 class SafetensorsFolder:
-    """The weights of a Hugging Face folder, in one file or in shards with their index."""
+    """The weights of a Hugging Face folder, in one file or in shards with their index.
+
+    single: name of the one file, to which that of the index adds an ending. suffix: of shards.
+    opened: opens a file.
+    """
+
+    single, suffix = SINGLE, ".safetensors"
+    opened: Callable[[Path], TensorFile] = SafetensorsFile
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
-        index, single = self.folder / INDEX, self.folder / SINGLE
+        single = self.folder / self.single
+        index = self.folder / f"{self.single}.index.json"
         if index.is_file() and single.is_file():
             raise ValueError(
-                f"{self.folder} holds {SINGLE} and {INDEX}, hence two models: delete one of them"
+                f"{self.folder} holds {single.name} and {index.name}, hence two models: delete one "
+                "of them"
             )
         if index.is_file():
             self._files = self._shards(index)
         elif single.is_file():
-            file = SafetensorsFile(single)
+            file = type(self).opened(single)
             self._files = dict.fromkeys(file.tensors, file)
         else:
             raise ValueError(_nothing_to_read(self.folder))
@@ -109,22 +133,22 @@ class SafetensorsFolder:
         tensor = self._files[name].read(name)
         return tensor[index] if index else tensor
 
-    def _shards(self, index: Path) -> dict[str, SafetensorsFile]:
+    def _shards(self, index: Path) -> dict[str, TensorFile]:
         body = read_json(index)
         places = body.get("weight_map")
         if not isinstance(places, dict) or not places:
             raise ValueError(f"{index} has no weight_map (tensor -> shard): download it again")
         for shard in set(map(str, places.values())):
-            _check_shard_name(shard, index)
+            _check_shard_name(shard, index, self.suffix)
         shards = sorted(set(places.values()))
         missing = [shard for shard in shards if not (self.folder / shard).is_file()]
         if missing:
             raise ValueError(
-                f"{self.folder} lacks {len(missing)} of the {len(shards)} shards that {INDEX} "
+                f"{self.folder} lacks {len(missing)} of the {len(shards)} shards that {index.name} "
                 f"names: {some(missing)}; download them"
             )
-        files = {shard: SafetensorsFile(self.folder / shard) for shard in shards}
-        found: dict[str, SafetensorsFile] = {}
+        files = {shard: type(self).opened(self.folder / shard) for shard in shards}
+        found: dict[str, TensorFile] = {}
         for shard, file in files.items():
             for name in file.tensors:
                 if name in found:
@@ -379,12 +403,12 @@ def _check_spans(spans: list[tuple[int, int, str]], size: int, path: Path) -> No
         )
 
 
-def _check_shard_name(shard: str, index: Path) -> None:
+def _check_shard_name(shard: str, index: Path, suffix: str) -> None:
     """ValueError unless a shard lies beside its index (as a link, in download caches)."""
     plain = "/" not in shard and "\\" not in shard and "\0" not in shard
-    if not plain or not shard.endswith(".safetensors"):
+    if not plain or not shard.endswith(suffix):
         raise ValueError(
-            f"{index} names the shard {reprlib.repr(shard)}: expected NAME.safetensors in the same "
+            f"{index} names the shard {reprlib.repr(shard)}: expected NAME{suffix} in the same "
             "folder"
         )
 
@@ -399,7 +423,8 @@ def _nothing_to_read(folder: Path) -> str:
     old = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt", ".msgpack"))]
     if old:
         return (
-            f"{folder} holds {some(old)}, which can run code when they are read, and no {SINGLE}. "
+            f"{folder} holds {some(old)}, which can run code when they are read, and no {SINGLE} "
+            "or pytorch_model.bin. "
             'Convert them where you trust them: python -c "import transformers; '
             f"transformers.AutoModelForCausalLM.from_pretrained('{folder}', dtype='auto')"
             f".save_pretrained('{folder}-safetensors')\""

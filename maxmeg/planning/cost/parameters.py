@@ -150,6 +150,7 @@ MIXERS = {
     "attention": _attention,
     "local": _attention,
     "raw_attention": _attention,
+    "nope_attention": _attention,
     "mla": _mla,
     "local_mla": _mla,
     "conv": _conv,

@@ -1,15 +1,17 @@
-"""The process in which torch reads a torch_dist checkpoint: run as a script, with torch alone.
+"""The process that reads pickles of torch: run as a script, with no other package than torch.
 
 Requests are lines of JSON on stdin; a reply is a line of JSON on stdout, and after a `part` its
-bytes. `.metadata` and a run's arguments are pickles. Only this process reads them, by an unpickler
+bytes. The list of tensors in pytorch_model.bin (`weights`), a torch_dist checkpoint's `.metadata`
+(`catalogue`) and a run's arguments are pickles. Only this process reads them, by an unpickler
 that replaces the classes that such files name by records without code, and refuses any other name.
-Tensors are read by torch.load(weights_only=True).
+Tensors of torch_dist are read by torch.load(weights_only=True).
 """
 
 import io
 import json
 import pickle
 import re
+import struct
 import sys
 import typing
 import zipfile
@@ -22,6 +24,14 @@ PLANS += ("megatron.core.dist_checkpointing",)
 ARGUMENTS = ("argparse", "megatron", "torch", "pathlib", "signal", "types", "enum", "collections")
 # Constructors of containers, which tensors inside of arguments need too.
 CONTAINERS = {"set", "frozenset", "bytearray", "slice", "range", "complex", "encode"}
+
+STORAGES = {  # and their dtypes, as safetensors names them
+    **{"torch.FloatStorage": "F32", "torch.HalfStorage": "F16", "torch.BFloat16Storage": "BF16"},
+    **{"torch.DoubleStorage": "F64", "torch.LongStorage": "I64", "torch.IntStorage": "I32"},
+    **{"torch.ShortStorage": "I16", "torch.CharStorage": "I8", "torch.ByteStorage": "U8"},
+    "torch.BoolStorage": "BOOL",
+}
+LOCAL_HEADER = 30  # bytes of an entry's header; the last two words are lengths of what follows it
 
 
 class UnsafeError(Exception):
@@ -75,6 +85,64 @@ class RecordUnpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: typing.Any) -> None:
         """Tensors inside of arguments are left out."""
+
+
+class Items(dict):
+    """Stands for an OrderedDict. Its attributes, torch's versions of modules, are left out."""
+
+    def __setstate__(self, state: typing.Any) -> None:
+        pass
+
+
+class WeightsUnpickler(RecordUnpickler):
+    """Returns a record for every tensor, whose storage is (class, key in the archive)."""
+
+    def find_class(self, module: str, name: str) -> typing.Any:
+        ordered = (module, name) == ("collections", "OrderedDict")
+        return Items if ordered else super().find_class(module, name)
+
+    def persistent_load(self, pid: typing.Any) -> typing.Any:
+        return pid[1].name, pid[2]
+
+
+def weights(path: str) -> dict[str, typing.Any]:
+    """Return dtype, shape, strides, offset (in elements) and the storage's place in the file of
+    every tensor of a state_dict."""
+    if not zipfile.is_zipfile(path):
+        raise ValueError(
+            "it is no zip archive, as torch.save writes since version 1.6: download it again if it "
+            "is cut off; else load it with torch where you trust it, and save it"
+        )
+    with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
+        infos = {info.filename: info for info in archive.infolist()}
+        (listed,) = [info for n, info in infos.items() if re.fullmatch(r"[^/]+/data\.pkl", n)]
+        root = listed.filename.removesuffix("data.pkl")
+        if any(info.compress_type != zipfile.ZIP_STORED for info in infos.values()):
+            raise ValueError("it is compressed, which torch never does")
+        order = infos.get(f"{root}byteorder")
+        if order and archive.read(order) != b"little":
+            raise ValueError("its numbers are big-endian: save it again on another machine")
+        pickled = io.BytesIO(archive.read(listed))
+        found = WeightsUnpickler(pickled, ("torch",), listed.filename).load()
+        if not isinstance(found, dict):
+            raise ValueError("it holds no state_dict, a dict of tensors")
+        places: dict[str, typing.Any] = {}
+        for name, value in found.items():
+            while getattr(value, "name", "") == "torch._utils._rebuild_parameter":
+                value = value.arguments[0]
+            if getattr(value, "name", "") != "torch._utils._rebuild_tensor_v2":
+                kind = getattr(value, "name", type(value).__name__)
+                raise ValueError(f"{name} is no plain tensor but a {kind}: save the weights alone")
+            (storage, key), offset, shape, strides = value.arguments[:4]
+            if storage not in STORAGES:
+                raise ValueError(f"{name} is stored as {storage}: save it in bfloat16 or float32")
+            info = infos[f"{root}data/{key}"]
+            file.seek(info.header_offset + LOCAL_HEADER - 4)
+            start = info.header_offset + LOCAL_HEADER + sum(struct.unpack("<HH", file.read(4)))
+            place = {"offset": numbers([offset])[0], "start": start, "length": info.file_size}
+            sizes = {"shape": numbers(shape), "strides": numbers(strides)}
+            places[str(name)] = {"dtype": STORAGES[storage], **sizes, **place}
+    return places
 
 
 def file_part(path: str, start: int, length: int) -> io.BytesIO:
@@ -174,6 +242,7 @@ def part(
 
 
 ANSWERS: dict[str, typing.Callable[..., typing.Any]] = {
+    "weights": weights,
     "catalogue": catalogue,
     "arguments": arguments,
     "part": part,

@@ -1,0 +1,273 @@
+"""Tables of dense decoder families that combine what Llama, Gemma and GPT-NeoX have."""
+
+import dataclasses
+
+from maxmeg.config.mixers import QkNorm
+from maxmeg.config.model import ModelConfig, NormPlace
+from maxmeg.hf.families.keys import (
+    Choice,
+    Fields,
+    Fixed,
+    Ignored,
+    Json,
+    Key,
+    Keys,
+    Part,
+    ScaledEmbedding,
+)
+from maxmeg.hf.families.mamba import GRANITE_SCALES, Scale
+from maxmeg.hf.families.rotary import ORIGINAL, Rotary, UnscaledLocal
+from maxmeg.hf.families.tables import (
+    ATTENTION_BIAS,
+    ATTENTION_DROPOUT,
+    BIASES,
+    GATED,
+    GATED_MLP,
+    GEMMA2,
+    HEAD_DIM,
+    HEAD_NORMS,
+    LAYERNORM,
+    LLAMA_LAYER,
+    MISTRAL,
+    OLMO2,
+    OPTIONAL_HEAD_DIM,
+    POST_NORMS,
+    PRE_NORMS,
+    PROJECTIONS,
+    ROOT,
+    SILU,
+    UNGATED,
+    Family,
+    dropout,
+    numerics,
+    sizes,
+    tied,
+)
+from maxmeg.hf.families.windows import (
+    PATTERN,
+    AlternatingWindow,
+    ListedWindow,
+    UnrotatedGlobals,
+    UnrotatedLayers,
+)
+
+MLP_BIAS = Key("mlp_bias", "mlp.bias", False)
+PAIRS = {**ROOT, "rotary.interleaved": True}
+JOINED_MLP = {("mlp.gate", "mlp.up"): "mlp.gate_up_proj", "mlp.out": "mlp.down_proj"}
+OLD_GELU = {**GATED, "gelu": GATED["gelu_new"]}  # as transformers reads the first files of Gemma
+UNGATED_LAYER = {
+    **PROJECTIONS,
+    **PRE_NORMS,
+    "mlp.up": "mlp.up_proj",
+    "mlp.out": "mlp.down_proj",
+}
+
+
+class OneNormBlock(Part):
+    """Whether attention and MLP form a parallel block with one norm (StableLM)."""
+
+    name = "use_parallel_residual"
+
+    def read(self, keys: Keys, fields: Fields) -> None:
+        fields["parallel"] = keys.read(self.name, False, bool)
+
+    def write(self, model: ModelConfig) -> Json:
+        return {self.name: model.parallel_block}
+
+
+GRANITE = Family(
+    model_type="granite",
+    parts=sizes(32000, 4096, 32, 32, None, 11008)
+    + numerics(2048, 1e-6)
+    + [OPTIONAL_HEAD_DIM, SILU, ATTENTION_BIAS, ATTENTION_DROPOUT, tied(False), MLP_BIAS]
+    + [*GRANITE_SCALES, Rotary()],
+    layers=LLAMA_LAYER,
+    constants=ROOT,
+)
+GLM = Family(
+    model_type="glm",
+    parts=sizes(151552, 4096, 40, 32, 2, 13696)
+    + numerics(131072, 1.5625e-7)
+    + [Key("head_dim", "attention.head_dim", 128, null=True), SILU, ATTENTION_DROPOUT]
+    + [Key("attention_bias", "attention.bias_qkv", True), tied(False)]
+    + [Rotary(fraction_default=0.5)],
+    layers={**PROJECTIONS, **JOINED_MLP, **PRE_NORMS},
+    constants=PAIRS,
+)
+GLM4 = dataclasses.replace(
+    GLM,
+    model_type="glm4",
+    layers={
+        **GLM.layers,
+        "attention.post_norm": "post_self_attn_layernorm",
+        "mlp.post_norm": "post_mlp_layernorm",
+    },
+    constants={**PAIRS, "norm_place": NormPlace.sandwich},
+)
+OLMO3 = dataclasses.replace(
+    OLMO2,
+    model_type="olmo3",
+    parts=[part for part in OLMO2.parts if not isinstance(part, Rotary)]
+    + [AlternatingWindow(4), UnscaledLocal(default=500000.0)],
+)
+GEMMA = Family(
+    model_type="gemma",
+    parts=sizes(256000, 3072, 28, 16, 16, 24576)
+    + numerics(8192, 1e-6)
+    + [Key("head_dim", "attention.head_dim", 256), ATTENTION_BIAS, ATTENTION_DROPOUT, tied(True)]
+    + [Choice("hidden_act", "mlp.activation", "gelu_pytorch_tanh", OLD_GELU)]
+    + [ScaledEmbedding(), Ignored("hidden_activation")]
+    + [Fixed("use_bidirectional_attention", False), Rotary()],
+    layers=LLAMA_LAYER,
+    constants={**ROOT, "norm_one_plus": True},
+)
+VAULT_GEMMA = dataclasses.replace(
+    GEMMA2,
+    model_type="vaultgemma",
+    layers={
+        **PROJECTIONS,
+        **GATED_MLP,
+        "attention.norm": "input_layernorm",
+        "mlp.norm": "pre_feedforward_layernorm",
+    },
+    constants={**ROOT, "norm_one_plus": True},
+)
+ARCEE = Family(
+    model_type="arcee",
+    parts=sizes(32000, 2560, 32, 32, None, 18432)
+    + numerics(4096, 1e-5)
+    + [HEAD_DIM, Choice("hidden_act", "mlp.activation", "relu2", UNGATED), ATTENTION_BIAS]
+    + [MLP_BIAS, ATTENTION_DROPOUT, tied(False), Rotary()],
+    layers=UNGATED_LAYER,
+    constants=ROOT,
+)
+JAIS2 = Family(
+    model_type="jais2",
+    parts=sizes(150272, 3328, 32, 26, None, 26624)
+    + numerics(8192, 1e-5, eps_name="layer_norm_eps")
+    + [HEAD_DIM, Choice("hidden_act", "mlp.activation", "relu2", UNGATED)]
+    + [Key("attention_bias", BIASES[:2], True), Key("mlp_bias", "mlp.bias", True)]
+    + [ATTENTION_DROPOUT, tied(False), Rotary()],
+    layers=UNGATED_LAYER,
+    constants=LAYERNORM,
+)
+SEED_OSS = Family(
+    model_type="seed_oss",
+    parts=sizes(155136, 4096, 64, 80, 8, 27648)
+    + numerics(524288, 1e-6)
+    + [Key("head_dim", "attention.head_dim", 128, null=True), SILU, tied(False), MLP_BIAS]
+    + [Key("attention_bias", "attention.bias_qkv", True)]
+    + [Key("attention_out_bias", "attention.bias_out", False)]
+    + [dropout("attention_dropout", "attention.dropout", default=0.1)]
+    + [dropout("residual_dropout", "dropout_hidden", default=0.1)]
+    + [Fixed("pretraining_tp", 1), Rotary()],
+    layers=LLAMA_LAYER,
+    constants=ROOT,
+)
+CWM_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 16.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    ORIGINAL: 8192,
+}
+CWM = Family(
+    model_type="cwm",
+    parts=sizes(128256, 6144, 64, 48, 8, 21504)
+    + numerics(131072, 1e-5)
+    + [Key("head_dim", "attention.head_dim", 128), SILU, ATTENTION_DROPOUT, tied(False)]
+    + [Fixed("mlp_bias", False), Fixed("pretraining_tp", 1)]
+    + [AlternatingWindow(4, default=8192, first=True)]
+    + [Rotary(default=1e6, missing=CWM_LLAMA3)],
+    layers=LLAMA_LAYER,
+    constants=ROOT,
+)
+HELIUM = Family(
+    model_type="helium",
+    parts=sizes(48000, 2560, 24, 20, 20, 7040)
+    + numerics(4096, 1e-8)
+    + [Key("head_dim", "attention.head_dim", 128), SILU, ATTENTION_DROPOUT, tied(False)]
+    + [Key("attention_bias", "attention.bias_qkv", False), MLP_BIAS, Rotary(default=100000.0)],
+    layers=LLAMA_LAYER,
+    constants=PAIRS,
+)
+ERNIE = Family(
+    model_type="ernie4_5",
+    parts=sizes(103424, 1024, 18, 16, 2, 3072)
+    + numerics(131072, 1e-5)
+    + [Key("head_dim", "attention.head_dim", 128, null=True), SILU, tied(True)]
+    + [Key("use_bias", BIASES, False), Rotary(default=500000.0)],
+    layers=LLAMA_LAYER,
+    constants=PAIRS,
+)
+COHERE = Family(
+    model_type="cohere",
+    parts=sizes(256000, 8192, 40, 64, None, 22528)
+    + numerics(8192, 1e-5, eps_name="layer_norm_eps")
+    + [SILU, ATTENTION_BIAS, ATTENTION_DROPOUT, tied(True), Fixed("use_qk_norm", False)]
+    + [Scale("logit_scale", "logit_scale", default=0.0625), Rotary(default=500000.0)],
+    layers={**LLAMA_LAYER, "attention.norm": "input_layernorm"},
+    constants={**LAYERNORM, "norm_bias": False, "rotary.interleaved": True, "parallel": True},
+)
+COHERE2 = dataclasses.replace(
+    COHERE,
+    model_type="cohere2",
+    parts=sizes(256000, 8192, 40, 64, None, 22528)
+    + numerics(8192, 1e-5, eps_name="layer_norm_eps")
+    + [OPTIONAL_HEAD_DIM, SILU, ATTENTION_BIAS, ATTENTION_DROPOUT, tied(True)]
+    + [Scale("logit_scale", "logit_scale", default=0.0625)]
+    + [AlternatingWindow(4, PATTERN), UnrotatedGlobals(), Rotary()],
+)
+EXAONE4 = Family(
+    model_type="exaone4",
+    parts=sizes(102400, 4096, 32, 32, 32, 16384)
+    + numerics(2048, 1e-5)
+    + [OPTIONAL_HEAD_DIM, SILU, ATTENTION_DROPOUT, tied(False), ListedWindow(4), Rotary()],
+    layers={**PROJECTIONS, **HEAD_NORMS, **GATED_MLP, **POST_NORMS},
+    constants={**ROOT, "norm_place": NormPlace.post, "attention.qk_norm": QkNorm.head},
+)
+SMOLLM3 = Family(
+    model_type="smollm3",
+    parts=sizes(128256, 2048, 36, 16, 4, 11008)
+    + numerics(32768, 1e-6)
+    + [OPTIONAL_HEAD_DIM, SILU, ATTENTION_BIAS, ATTENTION_DROPOUT, tied(True), MLP_BIAS]
+    + [Fixed("use_sliding_window", False), Ignored("sliding_window", "max_window_layers")]
+    + [UnrotatedLayers(), Fixed("pretraining_tp", 1), Rotary(default=2e6)],
+    layers=LLAMA_LAYER,
+    constants=ROOT,
+)
+STABLE_LM = Family(
+    model_type="stablelm",
+    parts=sizes(50304, 2560, 32, 32, 32, 6912)
+    + numerics(4096, 1e-5, eps_name="layer_norm_eps")
+    + [SILU, ATTENTION_DROPOUT, tied(False), Fixed("qk_layernorm", False)]
+    + [Key("use_qkv_bias", "attention.bias_qkv", False), Fixed("hidden_dropout", 0.0)]
+    + [OneNormBlock(), Rotary(fraction_default=0.25)],
+    layers=LLAMA_LAYER,
+    constants=LAYERNORM,
+)
+MINISTRAL = dataclasses.replace(
+    MISTRAL,
+    model_type="ministral",
+    parts=[*MISTRAL.parts[:-2], ListedWindow(), Rotary()],
+)
+SIMILAR: dict[str, Family] = {
+    "GraniteForCausalLM": GRANITE,
+    "GlmForCausalLM": GLM,
+    "Glm4ForCausalLM": GLM4,
+    "Olmo3ForCausalLM": OLMO3,
+    "GemmaForCausalLM": GEMMA,
+    "VaultGemmaForCausalLM": VAULT_GEMMA,
+    "ArceeForCausalLM": ARCEE,
+    "Jais2ForCausalLM": JAIS2,
+    "SeedOssForCausalLM": SEED_OSS,
+    "CwmForCausalLM": CWM,
+    "HeliumForCausalLM": HELIUM,
+    "Ernie4_5ForCausalLM": ERNIE,
+    "CohereForCausalLM": COHERE,
+    "Cohere2ForCausalLM": COHERE2,
+    "Exaone4ForCausalLM": EXAONE4,
+    "SmolLM3ForCausalLM": SMOLLM3,
+    "StableLmForCausalLM": STABLE_LM,
+    "MinistralForCausalLM": MINISTRAL,
+}
