@@ -215,7 +215,7 @@ def main() -> None:
         print(ROW.format(*NAMES))
     for lanes in map(int, options.lanes.split(",")):
         if options.run_dir:
-            sizes = f"--lanes={lanes}", f"--pages={options.pages}"
+            sizes = f"--max_num_seqs={lanes}", f"--pages={options.pages}"
             flags = [*others, *sizes, f"--max_queue={options.requests}"]
             with serving(options.run_dir, flags) as server:
                 for rate in rates:

@@ -25,6 +25,7 @@ from pathlib import Path
 import uvicorn
 
 from maxmeg.config.options import Replay, Serve
+from maxmeg.config.setting import former_names
 from maxmeg.inference.adapters import named_folders
 from maxmeg.inference.followers import Follower, Leader, together
 from maxmeg.runtime.faults.out_of_memory import explains_out_of_memory
@@ -32,7 +33,7 @@ from maxmeg.server.connections import Connection, allow_many
 from maxmeg.server.journal import read_log, replayed
 from maxmeg.server.start import load, load_base, make_server
 
-REMEDY = "lower --lanes or --pages, set --dtype=bfloat16 or raise --tensor"
+REMEDY = "lower --max_num_seqs or --pages, set --dtype=bfloat16 or raise --tensor"
 
 
 @together
@@ -101,7 +102,8 @@ def repeat(options: Replay, link: Leader | Follower) -> int:
     """Repeat the requests of a log; return the number of those whose replies are not the same."""
     shape, lines = read_log(options.log)
     shape |= {"run_dir": options.run_dir} if options.run_dir else {}
-    engine, differ = load(Serve(**shape)), 0
+    former = former_names(Serve)  # in the logs of earlier servers
+    engine, differ = load(Serve(**{former.get(n, n): value for n, value in shape.items()})), 0
     if isinstance(link, Follower):
         link.follow(engine.programs)
         return 0

@@ -29,7 +29,7 @@ TEMPLATE = """
 {% endfor %}Answer with <tool_call>{"name": ..., "arguments": ...}</tool_call>.<|im_end|>
 {% endif %}
 {%- for message in messages %}<|im_start|>{{ message.role }}
-{{ message.content }}
+{{ message.reasoning_content }}{{ message.content }}
 {%- for call in message.tool_calls or [] %}
 <tool_call>
 {{ call.function | tojson }}
@@ -37,10 +37,10 @@ TEMPLATE = """
 {%- endfor %}<|im_end|>
 {% endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
+{{ reasoning_effort }}{{ enable_thinking }}{% endif %}"""
 LENGTH = 1024
 ENDLESS = {str(i): -100 for i in (256, 257, 258)}  # logit_bias: the model cannot end its reply
-SIZES = ("--lanes=4", "--slots=16", "--chunk=64")
+SIZES = ("--max_num_seqs=4", "--block_size=16", "--chunk=64")
 ENDS_WITHIN = 120  # seconds
 
 

@@ -17,7 +17,14 @@ from maxmeg.config.hints import DEVICES, nearest
 from maxmeg.config.model_rules import has_pattern, unread_settings
 from maxmeg.config.named import EXAMPLES, load_config
 from maxmeg.config.schema import Config
-from maxmeg.config.setting import check_bounds, declared_problems, fields, set_field, walk
+from maxmeg.config.setting import (
+    check_bounds,
+    declared_problems,
+    fields,
+    former_names,
+    set_field,
+    walk,
+)
 
 Texts = Sequence[str]  # an option that may be repeated; values are not split at commas
 WARMUPS = ("optim.warmup_steps", "optim.warmup_samples", "optim.warmup_fraction")
@@ -98,9 +105,10 @@ def _separate(arguments, options, needs_config):
     """Return the value of --config, the values of settings, and those of options."""
     option_kinds = fields(options) if options is not None else {}
     setting_kinds = files.leaves(Config) if needs_config else {}
+    former = former_names(options) if options is not None else {}
     config, settings, chosen = "", {}, {}
     while arguments:
-        argument = arguments.pop(0)
+        argument = _renamed(arguments.pop(0), former)
         flag, equals, value = argument.partition("=")
         if not flag.startswith("-") and not (equals and (needs_config or flag in option_kinds)):
             unnamed = next((name for name in option_kinds if name in UNNAMED), None)
@@ -130,6 +138,16 @@ def _separate(arguments, options, needs_config):
             f"no --config: name a run, such as --config=configs/gpt.py; others are {EXAMPLES}"
         )
     return config, settings, chosen
+
+
+def _renamed(argument, former):
+    """Return an argument with the present name of an option, and warn of its former one."""
+    name = argument.partition("=")[0].removeprefix("--")
+    if name not in former or argument == name:
+        return argument
+    words = f"--{name} is now --{former[name]}; the old name ends with the next release"
+    print(words, file=sys.stderr)
+    return f"--{former[name]}{argument.removeprefix('--').removeprefix(name)}"
 
 
 def _find(flag, option_kinds, setting_kinds):

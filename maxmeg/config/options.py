@@ -171,11 +171,13 @@ class EngineOptions(ModelOptions):
         "as many as there are devices",
         at_least=0,
     )
-    lanes: int = setting(8, "most requests at a time on each replica of the model", at_least=1)
+    max_num_seqs: int = setting(
+        8, "most requests at a time on each replica of the model", at_least=1, former="lanes"
+    )
     pages: int = setting(
         0, "number of KV-cache pages per replica; 0: fill the free memory", at_least=0
     )
-    slots: int = setting(32, "number of tokens per KV-cache page", at_least=1)
+    block_size: int = setting(32, "number of tokens per KV-cache page", at_least=1, former="slots")
     chunk: int = setting(
         256, "number of prompt tokens that are read at once; on a CPU at most 64", at_least=1
     )
@@ -186,8 +188,11 @@ class EngineOptions(ModelOptions):
     adapters: tuple[str, ...] = setting(
         (), "LoRA adapters beside the model, NAME=FOLDER of a run or of PEFT; requests choose one"
     )
-    proposals: int = setting(
-        0, "speculative decoding: number of draft tokens per step; 0: off", at_least=0
+    speculative_tokens: int = setting(
+        0,
+        "speculative decoding: number of draft tokens per step; 0: off",
+        at_least=0,
+        former="proposals",
     )
     mtp: bool = setting(False, "draft with the model's MTP layers, not by n-gram lookup")
 
@@ -208,7 +213,7 @@ class Serve(EngineOptions):
     max_body_mb: float = setting(8.0, "largest body of a request, 10^6 bytes", above=0)
     max_prompt: int = setting(0, "most tokens of a prompt; 0: the model's context", at_least=0)
     max_n: int = setting(16, "most replies to a prompt", at_least=1)
-    max_queue: int = setting(256, "most replies that wait for a lane", at_least=0)
+    max_queue: int = setting(256, "most replies that wait in the queue", at_least=0)
     max_grammar: int = setting(65536, "most characters of a schema or grammar", at_least=0)
     grammar_seconds: float = setting(5.0, "most time to compile a grammar", above=0)
     mask_seconds: float = setting(2.0, "most CPU time to follow a grammar in one reply", above=0)

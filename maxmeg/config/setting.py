@@ -29,6 +29,7 @@ def setting(
     needs: str = "",
     effect: str = "function",
     absent: bool = False,
+    former: str = "",
     **bounds: float,
 ) -> typing.Any:
     """Declare a dataclass field: its meaning, Megatron-LM's flag, and the rules for its value.
@@ -39,11 +40,11 @@ def setting(
     field that is a section passes its condition on to all of its fields. effect, for the model's
     fields: what a change does to trained weights: "function" (they compute something else),
     "adapted" (something else that training can adapt to) or "none". absent: the section is None
-    until one of its fields is set.
+    until one of its fields is set. former: an earlier name, which is accepted with a warning.
     """
     section = typing.cast(type, default) if dataclasses.is_dataclass(default) else None
     metadata = {"doc": doc, "flag": flag, "bounds": bounds, "needs": needs, "effect": effect}
-    metadata["section"] = section
+    metadata |= {"section": section, "former": former}
     if section and not absent:
         return dataclasses.field(default_factory=section, metadata=metadata)
     return dataclasses.field(default=None if section else default, metadata=metadata)
@@ -89,6 +90,12 @@ def fields(section: type) -> dict[str, typing.Any]:
     """Return the type of each field of a section."""
     hints = typing.get_type_hints(section)
     return {field.name: hints[field.name] for field in dataclasses.fields(section)}
+
+
+def former_names(section: type) -> dict[str, str]:
+    """Return the present names of the fields that had others, by these others."""
+    declared = {field.metadata.get("former"): field.name for field in dataclasses.fields(section)}
+    return {former: name for former, name in declared.items() if former}
 
 
 def get(section: typing.Any, path: str) -> typing.Any:

@@ -108,8 +108,8 @@ class Engine:
         self.start = trained.start_token if self.model.has_source else None
         if 0 < self.model.mtp.num_layers < proposals:
             raise ValueError(
-                f"proposals={proposals} exceeds the {self.model.mtp.num_layers} MTP layers, each "
-                "of which makes one: lower it, or load the model without them"
+                f"{proposals} draft tokens exceed the {self.model.mtp.num_layers} MTP layers, each "
+                "of which makes one: ask for fewer, or load the model without them"
             )
         row_pages = -(-self.model.max_position // slots)
         chunk = max(min(chunk // slots, row_pages), 1) * slots
@@ -117,8 +117,8 @@ class Engine:
         self.programs = Programs(trained, lanes, pages, slots, row_pages, chunk, proposals)
         if proposals and self.programs.has_states:
             raise ValueError(
-                f"proposals={proposals}: this model has layers with states (conv, mamba, "
-                "gated_delta, kda), which would keep the tokens that are not taken: set proposals=0"
+                f"{proposals} draft tokens: this model has layers with states (conv, mamba, "
+                "gated_delta, kda), which would keep the tokens that are not taken: ask for 0"
             )
         self.programs.allocate()
         share &= not self.programs.has_states  # a page does not hold the states at its end

@@ -8,6 +8,7 @@ import functools
 import json
 import math
 import os
+import re
 import sys
 import threading
 import time
@@ -160,6 +161,7 @@ class Grammars:
                 spaces: typing.Any = {"whitespace_pattern": JSON_SPACE}
                 source = LLMatcher.grammar_from_json_schema(schema, overrides=spaces)
         if problem := LLMatcher.validate_grammar(source, self._tokenizer):
+            problem = " ".join(re.split(r"\n +\d+ \| ", problem)[0].split())  # without the source
             raise ValueError(f"the {kind} cannot be followed: {problem}")
         return Grammar(LLMatcher(self._tokenizer, source, log_level=0), self.vocab_size)
 

@@ -1,5 +1,7 @@
 """Replies as the JSON objects of OpenAI's API."""
 
+import secrets
+import string
 import typing
 
 from maxmeg.data.tokenizers.tokenizer import Tokenizer
@@ -8,6 +10,7 @@ from maxmeg.server.tools import ToolForm
 from maxmeg.server.worker import Update
 
 LEAST = -9999.0  # log-probability in an answer
+ID_SIZE, ID_LETTERS = 9, string.ascii_letters + string.digits  # Mistral's templates take no others
 Top = list[tuple[int, float]]
 
 
@@ -54,12 +57,15 @@ class TextChoice:
 
 
 class ChatChoice:
-    """A choice of /v1/chat/completions. form: of tool calls that are looked for in the text."""
+    """A choice of /v1/chat/completions. form: of tool calls that are looked for in the text.
+    is_single: the reply has at most one call, the first one."""
 
     object = "chat.completion"
 
-    def __init__(self, tokenizer: Tokenizer, id: str, form: ToolForm | None) -> None:
-        self.tokenizer, self.id, self.form = tokenizer, id, form
+    def __init__(
+        self, tokenizer: Tokenizer, form: ToolForm | None, is_single: bool = False
+    ) -> None:
+        self.tokenizer, self.form, self.is_single = tokenizer, form, is_single
         self.text, self.content, self.calls = "", "", 0
         self.is_first = True
 
@@ -68,10 +74,11 @@ class ChatChoice:
         content, calls, reason = self.text, [], update.reason
         if self.form:
             content, calls = self.form.parse(self.text, bool(reason))
+            calls = calls[:1] if self.is_single else calls
         new = [
-            {"id": f"call_{self.id[:16]}{i}", "type": "function", "index": i, "function": call}
-            for i, call in enumerate(calls)
-        ][self.calls :]
+            {"id": call_id(), "type": "function", "index": index, "function": call}
+            for index, call in enumerate(calls[self.calls :], self.calls)
+        ]
         delta: dict = {"role": "assistant"} if self.is_first else {}
         piece, self.content = content[len(self.content) :], content
         delta |= {"content": piece} if piece or (self.is_first and not new) else {}
@@ -98,6 +105,11 @@ class ChatChoice:
 
 
 Choice = TextChoice | ChatChoice
+
+
+def call_id() -> str:
+    """A new id of a tool call."""
+    return "".join(secrets.choice(ID_LETTERS) for _ in range(ID_SIZE))
 
 
 def name_of(tokenizer: Tokenizer, token: int) -> str:

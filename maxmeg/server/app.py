@@ -64,11 +64,11 @@ class Api:
             limit = limits[0] if limits else max(room, 1)
             ticket = await self.ticket(http, body, [prompt], sampling, limit, False)
             await self.worker.submit(ticket)
-        uses_tools = bool(body.tools) and body.tool_choice != "none"
-        form = self.served.form if uses_tools else None
+        form = self.served.form if body.may_call else None
+        is_single = body.parallel_tool_calls is False
 
         def choice(number: int) -> Choice:
-            return ChatChoice(self.served.tokenizer, ticket.id, form)
+            return ChatChoice(self.served.tokenizer, form, is_single)
 
         return await self.answer(http, body, ticket, choice, bool(body.logprobs))
 

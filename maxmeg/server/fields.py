@@ -10,8 +10,11 @@ from maxmeg.inference.embeddings import InputType, Pooling
 from maxmeg.inference.sampling import TOP, Sampling
 
 MOST_STOPS = 16
+MOST_METADATA = 16
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field(min_length=1)]
+Parsed = Annotated[Any, Field(exclude=True)]  # what OpenAI's client has read from a text beside it
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 def _as_biases(biases: dict[str, float]) -> dict[str, float]:
@@ -97,6 +100,7 @@ class TextPart(Body):
 class CalledFunction(Body):
     name: str
     arguments: str | dict[str, Any] | None = None
+    parsed_arguments: Parsed = None
 
 
 class ToolCall(Body):
@@ -107,17 +111,20 @@ class ToolCall(Body):
 
 
 class Message(Body):
-    """A message of a chat. The client writes the fields that are None in a model's message."""
+    """A message of a chat. OpenAI's client sends the last five in a model's message."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
     refusal: None = None
     annotations: None = None
     audio: None = None
     function_call: None = None
+    parsed: Parsed = None
 
 
 class Function(Body):
@@ -168,6 +175,23 @@ class Chat(Generation):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     response_format: PlainFormat | SchemaFormat | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Effort | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=MOST_METADATA)] | None = None
+    store: bool | None = None
+
+    @property
+    def may_call(self) -> bool:
+        """Whether the reply may contain tool calls: JSON that was asked for is none."""
+        is_text = self.response_format is None or self.response_format.type == "text"
+        return bool(self.tools) and self.tool_choice != "none" and is_text
+
+    def variables(self) -> dict[str, Any]:
+        """Variables of the chat template, beside those that the server sets for every chat."""
+        effort, others = self.reasoning_effort, self.chat_template_kwargs or {}
+        if effort is None:
+            return others
+        return {"reasoning_effort": effort, "enable_thinking": effort != "none"} | others
 
 
 class Embeddings(Texts):

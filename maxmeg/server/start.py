@@ -57,8 +57,8 @@ def load_base(options: EngineOptions) -> Trained:
 def load(options: EngineOptions, base: Trained | None = None) -> Engine:
     """base: the model without its adapters, if it is loaded already."""
     trained = with_adapters(base or load_base(options), named_folders(options.adapters))
-    sizes = options.lanes, options.pages, options.slots, options.chunk
-    proposals = options.proposals or trained.config.model.mtp.num_layers
+    sizes = options.max_num_seqs, options.pages, options.block_size, options.chunk
+    proposals = options.speculative_tokens or trained.config.model.mtp.num_layers
     engine = Engine(trained, *sizes, options.max_prefill_tokens, options.share, proposals)
     if options.share and not engine.scheduler.limits.shares:
         print(UNSHARED, flush=True)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 DECODER = json.JSONDecoder()
 BETWEEN = " \n;"  # calls that need no opening
 STRICT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-Schemas = dict[str, dict]  # of the parameters, by the name of the function
+Schemas = list[tuple[str, dict]]  # names of functions, and the schemas of their parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,22 +70,26 @@ class ToolForm:
         return {"name": value["name"], "arguments": arguments}
 
     def grammar(self, functions: Schemas, is_single: bool) -> str:
-        """A Lark grammar of one call of these functions, or of one or more."""
-        call: dict = {"anyOf": [self._schema(*each) for each in functions.items()]}
-        if self.is_list:
-            call = {"type": "array", "items": call, "minItems": 1}
-            call |= {"maxItems": 1} if is_single else {}
-        body = f"%json {json.dumps(call | {'x-guidance': STRICT})}"
-        gap = "\n" if self.closing else ""
-        opening, closing = (json.dumps(s) for s in (self.opening + gap, gap + self.closing))
-        more = "" if is_single or self.is_list else f" ({json.dumps(gap or '; ')} call)*"
-        around = [part for part in (opening, "body", closing) if part != '""']
-        return f"start: call{more}\ncall: {' '.join(around)}\nbody: {body}\n"
+        """A Lark grammar of one call of these functions, or of one or more.
 
-    def _schema(self, name: str, parameters: dict) -> dict:
-        properties = {"name": {"const": name}, self.arguments: parameters or {"type": "object"}}
-        rest = {"required": [*properties], "additionalProperties": False}
-        return {"type": "object", "properties": properties, **rest}
+        Each schema is a %json rule of its own: its pointers, such as #/$defs/Place, stay valid.
+        """
+        gap = "\n" if self.closing else ""
+        before, after, between = self.opening + gap, gap + self.closing, gap or "; "
+        if self.is_list:
+            before, after, between = "", "", ", "
+        rules = []
+        for i, (name, parameters) in enumerate(functions):
+            opening = f'{before}{{"name": {json.dumps(name)}, "{self.arguments}": '
+            schema = {"type": "object"} | parameters | {"x-guidance": STRICT}
+            rules += [f"call{i}: {json.dumps(opening)} arguments{i} {json.dumps('}' + after)}"]
+            rules += [f"arguments{i}: %json {json.dumps(schema)}"]
+        more = "" if is_single else f" ({json.dumps(between)} call)*"
+        start = (
+            f'{json.dumps(self.opening + "[")} call{more} "]"' if self.is_list else "call" + more
+        )
+        call = " | ".join(f"call{i}" for i in range(len(functions)))
+        return "\n".join([f"start: {start}", f"call: {call}", *rules, ""])
 
 
 def without_partial(text: str, mark: str) -> str:
@@ -109,7 +113,9 @@ def tool_form(template: str) -> ToolForm | None:
 
 def schemas(tools: Sequence[typing.Any], only: str = "") -> Schemas:
     """The parameters' schemas of all tools, or of the one with this name."""
-    found = {tool.function.name: tool.function.parameters or {} for tool in tools}
-    if only and only not in found:
-        raise ValueError(f"tool_choice names {only!r}, and tools has {sorted(found)}")
-    return {only: found[only]} if only else found
+    found = [(tool.function.name, tool.function.parameters or {}) for tool in tools]
+    chosen = [(name, parameters) for name, parameters in found if only in ("", name)]
+    if not chosen:
+        names = sorted(name for name, _ in found)
+        raise ValueError(f"tool_choice names {only!r}, and tools has {names}")
+    return chosen

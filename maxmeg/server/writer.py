@@ -17,6 +17,8 @@ from maxmeg.server.served import Served, several
 from maxmeg.server.tools import ToolForm, schemas, tool_form
 
 GRAMMARS = 64  # that are kept
+SET = {"messages", "tools", "add_generation_prompt"}  # variables of a template, by the server
+NO_VARIABLES = {"chat_template", "tokenize", "continue_final_message"}  # options of transformers
 
 
 class ServedWriter(Served):
@@ -51,9 +53,14 @@ class ServedWriter(Served):
             [message.model_dump(exclude_none=True) for message in body.messages],
             [tool.model_dump(exclude_none=True) for tool in body.tools or ()],
         )
-        render, loop = self.template.render, asyncio.get_running_loop()
-        rendered = loop.run_in_executor(self._renderer, lambda: render([messages], tools=tools))
-        (text,) = await rendered
+        reserved = SET | NO_VARIABLES | self.template.tokens.keys()
+        reserved |= {"reasoning_effort"} if body.reasoning_effort else set()
+        if refused := sorted(reserved & (body.chat_template_kwargs or {}).keys()):
+            text = f"chat_template_kwargs cannot set {', '.join(refused)}: leave it out"
+            raise ApiError(400, text, "chat_template_kwargs")
+        variables, loop = body.variables() | {"tools": tools}, asyncio.get_running_loop()
+        render = self.template.render
+        (text,) = await loop.run_in_executor(self._renderer, render, [messages], [variables])
         self.check_length(text)
         tokenizer = self.tokenizer
         return (await self.encode(tokenizer.encode_marked, text, tokenizer.added)).tolist()
@@ -65,23 +72,27 @@ class ServedWriter(Served):
             raise ApiError(400, f"{len(messages)} messages have more than {most} tokens")
         parts = [part for m in messages if isinstance(m.content, list) for part in m.content]
         texts = [m.content for m in messages if isinstance(m.content, str)]
+        texts += [text for m in messages for text in (m.reasoning, m.reasoning_content) if text]
         for text in [*texts, *(part.text for part in parts)]:
             self.check_length(text)
 
     async def grammar(self, body: Generation) -> tuple[Grammar | None, tuple[str, str] | None]:
         """The grammar that a request asks for in one of several ways, and its kind and text."""
-        fields = {"regex": ("regex", body.regex), "grammar": ("lark", body.grammar)}
-        found = [(kind, text) for kind, text in fields.values() if text is not None]
+        fields = ("regex", "regex", body.regex), ("grammar", "lark", body.grammar)
+        found = [(name, kind, text) for name, kind, text in fields if text is not None]
         found += chat_grammars(body, self.form) if isinstance(body, Chat) else []
         if len(found) > 1:
             fields = "regex, grammar, response_format and a required tool"
             raise ApiError(400, f"give one of {fields}")
-        return (await self._compiled(*found[0]), found[0]) if found else (None, None)
+        for field, kind, text in found:
+            return await self._compiled(field, kind, text), (kind, text)
+        return None, None
 
-    async def _compiled(self, kind: str, text: str) -> Grammar:
+    async def _compiled(self, field: str, kind: str, text: str) -> Grammar:
         options, loop = self.options, asyncio.get_running_loop()
         if len(text) > options.max_grammar:
-            raise ApiError(400, f"a {kind} of {len(text)} characters exceeds {options.max_grammar}")
+            limit = options.max_grammar
+            raise ApiError(400, f"{field} of {len(text)} characters exceeds {limit}", field)
         if (kind, text) not in self._known:
 
             def compiled() -> Grammar:
@@ -93,26 +104,28 @@ class ServedWriter(Served):
                 grammar = await asyncio.wait_for(made, options.grammar_seconds)
             except TimeoutError:
                 limit = f"{options.grammar_seconds:g} s"
-                raise ApiError(400, f"the {kind} is not compiled after {limit}") from None
+                raise ApiError(400, f"{field} is not compiled after {limit}", field) from None
+            except ValueError as error:
+                text = str(error).rpartition("JSON schema: ")[2]
+                raise ApiError(400, f"{field}: {text}", field) from None
             self._known[kind, text] = grammar
             while len(self._known) > GRAMMARS:
                 del self._known[next(iter(self._known))]
         return self._known[kind, text]
 
 
-def chat_grammars(body: Chat, form: ToolForm | None) -> list[tuple[str, str]]:
-    """Kind and text of the grammars that response_format and tool_choice ask for."""
+def chat_grammars(body: Chat, form: ToolForm | None) -> list[tuple[str, str, str]]:
+    """Field, kind and text of the grammars that response_format and tool_choice ask for."""
     wanted, choice, found = body.response_format, body.tool_choice, []
     if isinstance(wanted, SchemaFormat):
-        found.append(("json_schema", json.dumps(wanted.json_schema.schema_)))
+        text = json.dumps(wanted.json_schema.schema_)
+        found.append(("response_format", "json_schema", text))
     elif wanted and wanted.type == "json_object":
-        found.append(("json_object", ""))
+        found.append(("response_format", "json_object", ""))
     if choice in (None, "none", "auto"):
-        if any(tool.function.strict for tool in body.tools or ()):
-            raise ApiError(400, "strict needs tool_choice=required or a function's name", "tools")
         return found
     if not body.tools or not form:
         raise ApiError(400, "tool_choice needs tools", "tool_choice")
     only = "" if isinstance(choice, str) else choice.function.name
     is_single = bool(only) or body.parallel_tool_calls is False
-    return [*found, ("lark", form.grammar(schemas(body.tools, only), is_single))]
+    return [*found, ("tools", "lark", form.grammar(schemas(body.tools, only), is_single))]

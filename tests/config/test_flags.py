@@ -43,7 +43,7 @@ class Options:
 
     output: str = setting(dataclasses.MISSING, "file to write")
     prompt: str = setting("", "text to continue")
-    top_k: int = setting(0, "candidates")
+    top_k: int = setting(0, "candidates", former="old")
     greedy: bool = setting(False, "take the most likely")
     norm: Norm = setting(Norm.rmsnorm, "an enum")
     keys: tuple[str, ...] = setting(("text",), "a list")
@@ -171,14 +171,15 @@ def test_overrides_of_every_type(config_file):
     assert flags.parse(["prog", f"--config={config_file}"])[0] == Config()
 
 
-def test_options_of_a_command(config_file):
+def test_options_of_a_command(config_file, capsys):
     line = ["prog", f"--config={config_file}", "--output=x", "--prompt=a b, =c --d", "--greedy"]
-    line += ["--keys=a,b", "--norm=layernorm", "--top_k", "5", "--texts=a, b=\n", "--texts", ""]
+    line += ["--keys=a,b", "--norm=layernorm", "--old", "5", "--texts=a, b=\n", "--texts", ""]
     _, options = flags.parse(line, Options)
     texts = ("a, b=\n", "")
     assert options == Options("x", "a b, =c --d", 5, True, Norm.layernorm, ("a", "b"), texts)
-    config, options = flags.parse(["prog", "--output=x"], Options, needs_config=False)
-    assert config is None and options == Options("x")
+    assert capsys.readouterr().err.startswith("--old is now --top_k; ")
+    config, options = flags.parse(["prog", "output=x", "old=2"], Options, needs_config=False)
+    assert config is None and options == Options("x", top_k=2)
     with pytest.raises(ValueError, match="--output is missing: file to write"):
         flags.parse(["prog"], Options, needs_config=False)
 

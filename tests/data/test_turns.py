@@ -213,10 +213,13 @@ def spellings(draw):
         parts = [text[:2], {"type": "text", "text": text[2:], "image_url": None}]
         fields |= {"content": one_of(text, parts, *absent)}
         fields |= {"tool_calls": calls} if calls else {}
-        theirs.append(shuffled(fields, "name", "tool_calls", "tool_call_id", "reasoning"))
+        thought = draw(st.sampled_from([{}, {"reasoning": text}, {"reasoning_content": text}]))
+        fields |= thought
+        theirs.append(shuffled(fields, "name", "tool_calls", "tool_call_id", "weight"))
         calls = [{"name": "f", "arguments": known} for known in arguments]
         calls = [{"id": "1", "type": "function", "function": call} for call in calls]
         messages.append({"role": role, "content": text} | ({"tool_calls": calls} if calls else {}))
+        messages[-1] |= {"reasoning_content": text, "reasoning": text} if thought else {}
     functions = [{"name": "f", "parameters": s} for s in draw(st.lists(OBJECTS, max_size=2))]
     tools = [shuffled(f | {"parameters": json.dumps(f["parameters"])}) for f in functions]
     tools = [one_of(f, {"function": f, "type": None}) for f in tools]

@@ -383,9 +383,9 @@ def test_proposals_change_no_reply(kind, name):
 
 @pytest.mark.parametrize("kind", ["convolution", "delta", "mamba"])
 def test_states_are_neither_taken_back_nor_shared(kind, capsys):
-    with pytest.raises(ValueError, match="proposals=3: this model has layers with states"):
+    with pytest.raises(ValueError, match="3 draft tokens: this model has layers with states"):
         Engine(trained(kind), **SMALL, proposals=3)
-    start.load(Serve(lanes=2, chunk=8, slots=4, run_dir="runs/gpt"), trained(kind))
+    start.load(Serve(max_num_seqs=2, chunk=8, block_size=4, run_dir="runs/gpt"), trained(kind))
     assert "no prefix cache" in capsys.readouterr().out
 
 

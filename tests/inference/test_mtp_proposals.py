@@ -132,5 +132,5 @@ def test_proposals_change_no_reply(kind, parallel):
 def test_more_proposals_than_layers_are_refused():
     config = config_of("grouped")
     unread = Trained(None, config, load_tokenizer("bytes"), 0, mesh_of(config))  # pyright: ignore
-    with pytest.raises(ValueError, match="proposals=3 exceeds the 2 MTP layers"):
+    with pytest.raises(ValueError, match="3 draft tokens exceed the 2 MTP layers"):
         Engine(unread, **SMALL, proposals=3)

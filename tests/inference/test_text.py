@@ -92,6 +92,6 @@ def test_the_tokens_of_a_character_share_a_place_and_have_bytes(echo):
     choice = TextChoice(load_tokenizer("bytes"), ids, echo)
     found = (choice.update(update, True)["logprobs"]["text_offset"] for update in updates)
     assert [*itertools.chain(*found)] == begins * echo + [7 * echo + begin for begin in begins]
-    chat = ChatChoice(load_tokenizer("bytes"), "0" * 16, None)
+    chat = ChatChoice(load_tokenizer("bytes"), None)
     entries = (chat.update(update, True)["logprobs"]["content"] for update in updates)
     assert [entry["bytes"] for entry in itertools.chain(*entries)] == [[i] for i in ids]

@@ -1,5 +1,7 @@
 """The server of a bidirectional model, asked for embeddings by OpenAI's client."""
 
+import functools
+
 import numpy as np
 import openai
 import pytest
@@ -42,22 +44,19 @@ def test_embeddings_are_those_of_the_model(server, run):
     model = maxmeg.load(run)
     texts, ids = ["one", "a longer 😀", "two"] * 4, [1, 2, 3]
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="a key", max_retries=0) as client:
+        ask = functools.partial(client.embeddings.create, model="tiny")
         for form in ("float", "base64"):  # which the client decodes
-            answer = client.embeddings.create(model="tiny", input=texts, encoding_format=form)
+            answer = ask(input=texts, encoding_format=form)
             assert [each.index for each in answer.data] == [*range(12)]
             assert answer.usage.prompt_tokens == sum(len(text.encode()) + 1 for text in texts)
         for pooling in ("mean", "first", "pooler"):
-            answer = client.embeddings.create(
-                model="tiny", input=texts, extra_body={"pooling": pooling}
-            )
+            answer = ask(input=texts, extra_body={"pooling": pooling})
             found = np.array([each.embedding for each in answer.data])
             np.testing.assert_allclose(found, model.embed(texts, pooling), rtol=0, atol=1e-6)
             assert np.linalg.norm(found, axis=1) == pytest.approx(1)
             assert np.abs(found[0] - found[1]).max() > 0.1
-        (one,) = client.embeddings.create(model="tiny", input=ids).data
-        whole = client.embeddings.create(
-            model="tiny", input="b" * 99, extra_body={"truncate": True}
-        )
+        (one,) = ask(input=ids).data
+        whole = ask(input="b" * 99, extra_body={"truncate": True})
     np.testing.assert_allclose(one.embedding, model.embed([ids])[0], rtol=0, atol=1e-6)
     assert whole
 
@@ -79,8 +78,8 @@ def test_what_an_encoder_does_not_have(server):
 
 
 def test_options_of_generation_are_refused(run):
-    with pytest.raises(ValueError, match=r"--lanes, --log: .* the model is bidirectional"):
-        serve.main(Serve(run_dir=str(run), port=0, lanes=2, log="log"))
+    with pytest.raises(ValueError, match=r"--log, --max_num_seqs: .* the model is bidirectional"):
+        serve.main(Serve(run_dir=str(run), port=0, max_num_seqs=2, log="log"))
 
 
 @pytest.mark.slow

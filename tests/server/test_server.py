@@ -3,14 +3,17 @@
 import contextlib
 import itertools
 import json
+import re
 import socket
 import time
 import urllib.parse
 from pathlib import Path
+from typing import Literal
 
 import openai
 import pytest
 from lora_runs import write_lora_run
+from pydantic import create_model
 from threaded import serving_here
 from tiny_servers import ENDLESS, LENGTH, SPECIAL, make_run
 
@@ -25,31 +28,17 @@ KEY = "a key"
 NAME = "tiny"
 ADAPTERS = "polite", "terse"
 CHAT = [{"role": "user", "content": "Hi 😀"}]
+TOWNS = {"weather": ("Rome", "Oslo"), "time": ("Bonn", "Graz")}
+PLACES = [create_model("Place", town=(Literal[names], ...)) for names in TOWNS.values()]
 TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": name,
-            "parameters": {
-                "type": "object",
-                "properties": {"city": {"type": "string", "maxLength": 4}},
-                "required": ["city"],
-                "additionalProperties": False,
-            },
-        },
-    }
-    for name in ("weather", "time")
+    openai.pydantic_function_tool(create_model(name, place=(place, ...)))
+    for name, place in zip(TOWNS, PLACES, strict=True)
 ]
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
     return make_run(tmp_path_factory.mktemp("served"))
-
-
-@pytest.fixture(scope="module")
-def log(run) -> Path:
-    return run.parent / "log.jsonl"
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +52,9 @@ def adapters(run) -> str:
 
 
 @pytest.fixture(scope="module")
-def server(run, log, adapters):
-    flags = (f"--log={log}", "--max_body_mb=0.1", "--max_grammar=2000", "--max_queue=28", adapters)
+def server(run, adapters):
+    log = f"--log={run.parent}/log.jsonl"
+    flags = (log, "--max_body_mb=0.1", "--max_grammar=2000", "--max_queue=28", adapters)
     with serving_here(run, *flags, key=KEY) as started:
         yield started
 
@@ -112,12 +102,6 @@ def test_prompts_are_text_or_ids_alone_or_several(client, server):
     assert both.choices[0].text == texts[0] and len(both.choices) == 2
 
 
-def test_events_of_a_stream_are_lines_of_data(server):
-    events = server.ask("/v1/completions", {"prompt": "a", "stream": True}).text.split("\n\n")
-    assert all(event.startswith("data: {") for event in events[:-2]) and len(events) > 3
-    assert events[-2:] == ["data: [DONE]", ""]
-
-
 def test_an_end_token_is_one_of_many_on_request(server):
     body = {"prompt": "a", "max_tokens": 8, "logit_bias": dict.fromkeys(("257", "258"), 100)}
     found = [server.ask("/v1/completions", body | {"ignore_eos": on}).json for on in (False, True)]
@@ -160,8 +144,22 @@ def test_chats(client):
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     assert text == reply.choices[0].message.content
     assert last.choices == [] and last.usage.prompt_tokens == reply.usage.prompt_tokens
-    history = [*CHAT, reply.choices[0].message, {"role": "user", "content": "and?"}]
-    assert client.chat.completions.create(model=NAME, messages=history, max_tokens=2).choices
+
+
+def test_a_template_gets_variables_and_reasoning(client):
+    def size(**fields) -> int:
+        request = {"model": NAME, "messages": CHAT, "max_tokens": 1} | fields
+        return client.chat.completions.create(**request).usage.prompt_tokens
+
+    more, plain = {"extra_body": {"chat_template_kwargs": {"enable_thinking": "é"}}}, size()
+    thought = {"role": "assistant", "content": "a", "reasoning_content": "why"}
+    for text, fields in (
+        ("highTrue", {"reasoning_effort": "high"}),
+        ("noneFalse", {"reasoning_effort": "none", "metadata": {"a": "b"}, "store": True}),
+        ("lowé", more | {"reasoning_effort": "low"}),
+        ("<assistant\nwhya>\n", {"messages": [*CHAT, thought]}),
+    ):
+        assert size(**fields) == plain + len(text.encode()), text
 
 
 def test_a_request_chooses_the_model_or_an_adapter(client, run):
@@ -181,44 +179,35 @@ def test_a_request_chooses_the_model_or_an_adapter(client, run):
         serve.main(Serve(run_dir=str(run), adapters=(f"tiny={run}",)))
 
 
-@pytest.mark.parametrize(
-    ("choice", "names"),
-    [
-        ("required", {"weather", "time"}),
-        ({"type": "function", "function": {"name": "time"}}, {"time"}),
-    ],
-)
-def test_tools_that_are_required_are_called(client, choice, names):
+@pytest.mark.parametrize("name", [None, "time"])
+def test_tools_that_are_required_are_called(client, name):
+    choice = {"type": "function", "function": {"name": name}} if name else "required"
     request = {"model": NAME, "messages": CHAT, "tools": TOOLS, "seed": 5}
     request |= {"tool_choice": choice, "parallel_tool_calls": False}
-    reply = client.chat.completions.create(**request).choices[0]
+    reply = client.chat.completions.parse(**request).choices[0]
     assert reply.finish_reason == "tool_calls" and not reply.message.content
     (call,) = reply.message.tool_calls
-    assert call.function.name in names
-    assert [*json.loads(call.function.arguments)] == ["city"]
-    chunks = [*client.chat.completions.create(**request, stream=True)]
-    (streamed,) = [c for chunk in chunks for c in chunk.choices[0].delta.tool_calls or ()]
-    assert streamed.function.arguments == call.function.arguments
-    if choice != "required":
-        return
-    history = [*CHAT, reply.message, {"role": "tool", "tool_call_id": call.id, "content": "7"}]
-    request |= {"messages": history, "tool_choice": "auto", "max_tokens": 3}
+    assert call.function.name == (name or call.function.name)
+    assert call.function.parsed_arguments.place.town in TOWNS[call.function.name]
+    with client.chat.completions.stream(**request) as stream:
+        message = stream.get_final_completion().choices[0].message
+    (streamed,) = message.tool_calls
+    assert streamed.function.parsed_arguments == call.function.parsed_arguments
+    history = [*CHAT, message, {"role": "tool", "tool_call_id": streamed.id, "content": "7"}]
+    request |= {"messages": history, "tool_choice": "auto", "max_tokens": 3, "tools": TOOLS[:1]}
     assert client.chat.completions.create(**request).choices[0].message.content
 
 
 def test_replies_follow_a_schema_a_regex_and_a_grammar(client):
-    schema = {
-        "type": "object",
-        "properties": {"a": {"enum": ["é", 2]}, "b": {"type": "boolean"}},
-        "required": ["a", "b"],
-        "additionalProperties": False,
-    }
-    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    request = {"model": NAME, "messages": CHAT, "temperature": 2.0}
-    reply = client.chat.completions.create(**request, response_format=wanted).choices[0]
-    assert reply.finish_reason == "stop"
-    value = json.loads(reply.message.content)
-    assert value["a"] in ("é", 2) and value["b"] in (True, False)
+    pair = create_model("Pair", a=PLACES[0], b=(Literal["é", 2] | PLACES[0], ...), c=bool)
+    request = {"model": NAME, "messages": CHAT, "temperature": 2.0, "response_format": pair}
+    request |= {"tools": TOOLS, "seed": 1}
+    reply = client.chat.completions.parse(**request).choices[0]
+    assert reply.finish_reason == "stop" and isinstance(reply.message.parsed, pair)
+    with client.chat.completions.stream(**request) as stream:
+        assert stream.get_final_completion().choices[0].message.parsed == reply.message.parsed
+    request |= {"response_format": {"type": "json_object"}, "max_tokens": 1}
+    assert client.chat.completions.create(**request).choices[0].message.content == "{"
     for field, text, answers in (
         ("regex", "(yes|no)", ("yes", "no")),
         ("grammar", 'start: "x" | "yy"', ("x", "yy")),
@@ -230,6 +219,9 @@ def test_replies_follow_a_schema_a_regex_and_a_grammar(client):
 CANCELLED = 'request_success_total{finished_reason="cancelled"}'
 # After 16 tokens it has more meanings than llguidance follows.
 AMBIGUOUS = f"start: {'s ' * 12}\ns: " + " | ".join("s " * n for n in range(2, 20)) + ' | "a"'
+AMBIGUOUS = {"prompt": "a", "grammar": AMBIGUOUS, "max_tokens": 50, "logit_bias": ENDLESS}
+BAD_SCHEMA = {"properties": {"a": {"pattern": "("}}}
+BAD_TOOL = {"type": "function", "function": {"name": "f", "parameters": BAD_SCHEMA}}
 BAD = [
     ({"prompt": "a", "best_of": 2}, 400, "best_of", "Extra inputs"),
     ({"prompt": "a", "max_tokens": 0}, 400, None, "at least 1"),
@@ -243,13 +235,13 @@ BAD = [
     ({"prompt": "a", "regex": "a" * 3000}, 400, None, "exceeds 2000"),
     ({"prompt": "a", "regex": "a", "grammar": "b"}, 400, None, "one of"),
     ({"prompt": "a", "regex": "a", "ignore_eos": True}, 400, "ignore_eos", "a grammar decides"),
-    (
-        {"prompt": "a", "grammar": AMBIGUOUS, "max_tokens": 50, "logit_bias": ENDLESS},
-        400,
-        None,
-        "the grammar cannot be followed",
-    ),
+    (AMBIGUOUS, 400, None, "the grammar cannot be followed"),
     ({"prompt": "\ud800"}, 400, None, "surrogates"),
+    ({"chat_template_kwargs": {"tools": 1}}, 400, "chat_template_kwargs", "cannot set tools"),
+    ({"reasoning_effort": "a"}, 400, "reasoning_effort", "'none', 'minimal'"),
+    ({"metadata": {"a": 1}}, 400, "metadata.a", "string"),
+    ({"messages": [CHAT[0] | {"reasoning": 1}]}, 400, "messages.0.reasoning", "string"),
+    ({"tools": [BAD_TOOL], "tool_choice": "required"}, 400, "tools", "tools: regex parse error"),
     ({"prompt": "a", "stream_options": {}}, 400, "stream_options", "stream=true"),
     (b"{", 400, None, "JSON"),
     (b"[" * 50_000, 400, None, "pars"),
@@ -259,9 +251,12 @@ BAD = [
 
 @pytest.mark.parametrize(("body", "status", "field", "text"), BAD)
 def test_a_bad_request_is_answered_and_changes_nothing(server, body, status, field, text):
-    answer = server.ask("/v1/completions", body)
+    is_chat = isinstance(body, dict) and "prompt" not in body
+    body = {"messages": CHAT} | body if is_chat else body
+    answer = server.ask("/v1/chat/completions" if is_chat else "/v1/completions", body)
     error = answer.json["error"]
-    assert answer.status == status and text in error["message"]
+    message = error["message"]
+    assert answer.status == status and text in message and not re.search("\n|%json", message)
     assert (error["param"] or "").startswith(field or "")
     assert {*error} == {"message", "type", "param", "code"} and answer.headers["x-request-id"]
     assert server.ask("/health").status == 200
@@ -332,8 +327,9 @@ def test_an_error_of_the_device_ends_its_requests_alone(server, client, monkeypa
     assert server.metrics()["kv_cache_usage_perc"] == 0
 
 
-def test_a_server_drains_and_its_log_is_replayed(server, client, run, log, capsys, monkeypatch):
+def test_a_server_drains_and_its_log_is_replayed(server, client, run, capsys, monkeypatch):
     """The last test of this server. Its engine, which is idle by then, repeats the requests."""
+    log = run.parent / "log.jsonl"
     for seed in range(4):
         body = {"prompt": "ab", "max_tokens": 9, "seed": seed, "n": 1 + seed % 2}
         assert server.ask("/v1/completions", body).status == 200
@@ -347,7 +343,7 @@ def test_a_server_drains_and_its_log_is_replayed(server, client, run, log, capsy
     engine = server.worker.engine
 
     def load(options: Serve) -> Engine:
-        assert (options.lanes, options.slots, options.chunk) == (4, 16, 64)
+        assert (options.max_num_seqs, options.block_size, options.chunk) == (4, 16, 64)
         assert options.run_dir == str(run) and len(options.adapters) == len(ADAPTERS)
         return engine
 
@@ -358,7 +354,8 @@ def test_a_server_drains_and_its_log_is_replayed(server, client, run, log, capsy
     lines = log.read_text().splitlines()
     changed = json.loads(lines[-1])
     changed["seed"] += 1
-    log.write_text("\n".join([lines[0], json.dumps(changed)]))
+    former = lines[0].replace("max_num_seqs", "lanes").replace("block_size", "slots")
+    log.write_text("\n".join([former, json.dumps(changed)]))
     with pytest.raises(SystemExit):
         main(["replay", str(log)])
     assert "reply 0: token " in capsys.readouterr().out

@@ -12,6 +12,7 @@ from tiny_servers import ENDLESS, LENGTH, make_run, serving
 
 from maxmeg.__main__ import main
 
+pytestmark = pytest.mark.slow
 # 1 KiB a page and device, in each layout.
 WHOLE = {"attention.num_kv_heads": 4}
 EXPERTS = {
@@ -31,6 +32,7 @@ devices = [types.SimpleNamespace(memory_stats=stats)]
 mesh = types.SimpleNamespace(is_multi_process=True, local_devices=devices)
 programs.free_bytes = lambda _: free(mesh)
 """
+FAULTS = "os.kill(os.getpid(), signal.SIGKILL)", 'raise RuntimeError("the device is gone")'
 FAULT = """
 import os, signal
 from maxmeg.inference.programs import Programs
@@ -53,13 +55,7 @@ def request(number: int) -> dict:
     return body | kinds[number % 5] | ({"logit_bias": {"65": 3}} if number % 2 else {})
 
 
-@pytest.mark.parametrize(
-    ("layout", "model"),
-    [
-        pytest.param("--tensor=2", WHOLE, marks=pytest.mark.slow),
-        pytest.param("--expert=2", EXPERTS, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("layout", "model"), [("--tensor=2", WHOLE), ("--expert=2", EXPERTS)])
 def test_two_processes_serve_what_one_does(layout, model, tmp_path, capsys):
     """Bit for bit: requests together, some of whose clients go away, and one that outlasts
     SIGTERM, which all processes get."""
@@ -99,14 +95,7 @@ def test_two_processes_serve_what_one_does(layout, model, tmp_path, capsys):
     assert capsys.readouterr().out.endswith(" requests, 0 of them not the same\n")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("rank", "fault"),
-    [
-        (0, "os.kill(os.getpid(), signal.SIGKILL)"),
-        (1, 'raise RuntimeError("the device is gone")'),
-    ],
-)
+@pytest.mark.parametrize(("rank", "fault"), enumerate(FAULTS))
 def test_a_process_that_fails_ends_the_others(rank, fault, tmp_path):
     program = FAULT.replace("FAULT", fault).replace("RANK", str(rank))
     with serving(make_run(tmp_path), "--data=2", program=program, processes=2) as server:

@@ -17,16 +17,7 @@ pytestmark = pytest.mark.slow
 REQUESTS, FIRST = 400, 150
 GROWTH = 2**23  # bytes of memory after the first of them
 GONE, REFUSED, LONG, RULED, STREAMED = (0, 5), (1,), (2,), (3,), (4, 5)  # number % 10
-BAD = (
-    {"prompt": "a"},  # and too many new tokens
-    {"prompt": ""},
-    {"prompt": [99999]},
-    {"prompt": "a", "temperature": -1},
-    {"prompt": "a" * 2 * LENGTH},
-    {"prompt": "a", "n": 999},
-    {"prompt": "a", "regex": "("},
-    {"prompt": "a", "unknown": 1},
-)
+BAD = {"prompt": "a"}, {"prompt": [99999]}, {"prompt": "a", "n": 999}, {"prompt": "a", "regex": "("}
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ def test_completions_are_those_of_the_model(tmp_path):
     model = maxmeg.load(run)
     body = {"temperature": 0, "max_tokens": 20}
     wanted = [model.generate(text, 20, temperature=0) for text in SOURCES]
-    with serving_here(run, "--max_prompt=49", sizes=("--lanes=2", "--slots=16")) as server:
+    with serving_here(run, "--max_prompt=49", sizes=("--max_num_seqs=2",)) as server:
 
         def ask(prompt, **more):
             return server.ask("/v1/completions", {"prompt": prompt, **body, **more})

@@ -37,7 +37,7 @@ from maxmeg.data.tokenizers.load import load_tokenizer
 from maxmeg.data.tokenizers.tokenizer import Tokenizer
 from maxmeg.data.workers import in_processes
 
-LAYOUT = b"2"  # version of the files in the cache; a new version is made again
+LAYOUT = b"3"  # version of the files in the cache; a new version is made again
 MAX_WORKERS = 16
 _ROWS_AT_ONCE, _BYTES_AT_ONCE = 1024, 1 << 22  # limits of a chunk
 _REMEDY = "give the job more memory or fewer cores, then start again"

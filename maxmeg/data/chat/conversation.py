@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 SHOWN = 80  # characters of a value in an error
-_MESSAGE = ("role", "content", "name", "tool_call_id", "tool_calls")
+_REASONING = ("reasoning_content", "reasoning")  # two names of one text; templates read either
+_MESSAGE = ("role", "content", "name", "tool_call_id", "tool_calls", *_REASONING)
 _CALL, _CALLED = ("id", "type", "function"), ("name", "arguments")
 _TOOL, _TOOL_FUNCTION = ("type", "function"), ("name", "description", "parameters", "strict")
 
@@ -24,9 +25,10 @@ def normalized(
 
     Fields that are null are left out, text parts are joined, JSON text is parsed where an object
     belongs, `developer` becomes `system`, calls and tools without "function" get it, and known
-    fields come in a fixed order. Other fields stay as they are. is_trained: whether an assistant's
-    message without content and without any other field, such as tool_calls, is an error. field: the
-    name of the messages in errors. ValueError names the field that is wrong.
+    fields come in a fixed order. `reasoning_content` is also `reasoning`, and the reverse. Other
+    fields stay as they are. is_trained: whether an assistant's message without content and without
+    any other field, such as tool_calls, is an error. field: the name of the messages in errors.
+    ValueError names the field that is wrong.
     """
     listed = parsed(messages, field)
     if not isinstance(listed, Sequence) or isinstance(listed, str) or not listed:
@@ -58,6 +60,9 @@ def _message(message: Any, field: str, is_trained: bool) -> Fields:
     if calls := _listed(fields.pop("tool_calls", None), f"{field}.tool_calls", _call):
         fields["tool_calls"] = calls
     fields["content"] = _content(fields, field, is_trained)
+    for name, other in (_REASONING, _REASONING[::-1]):
+        if name in fields:
+            fields.setdefault(other, fields[name])
     for name in ("name", "tool_call_id"):
         if name in fields and not _text(fields, name, field):
             del fields[name]
