@@ -19,6 +19,7 @@ import sys
 
 from maxmeg.config.options import Plan as Options
 from maxmeg.config.schema import Config
+from maxmeg.config.setting import get
 from maxmeg.config.validate import resolve
 from maxmeg.data.tokenizers.load import load_tokenizer
 from maxmeg.planning.absent import check_plugins
@@ -93,7 +94,9 @@ def plan_for(config: Config, cluster: Cluster, options: Options) -> Plan:
     if words := product_words(work):
         plan.settings["experts' products"] = words
     if choices:
-        plan.settings["flags"] = flags_text(choices[0].settings)
+        best = choices[0].settings
+        changed = {path: value for path, value in best.items() if value != get(config, path)}
+        plan.settings["flags"] = flags_text(changed)
     analytic, compiled = analyze(chosen[0], cluster), []
     if not analytic.fits:
         analytic = dataclasses.replace(analytic, remedies=remedies(chosen[0], cluster))

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_style import CORE_LINES
 
 from maxmeg.__main__ import start
 from maxmeg.config.commands import COMMANDS
@@ -124,7 +123,3 @@ def test_quoted_lines_are_in_the_files_that_docs_name():
         there = (REPOSITORY / path).read_text().splitlines()
         missing = [line for line in lines.splitlines() if line.removeprefix("+") not in there]
         assert not missing, path
-
-
-def test_the_budget_of_the_core_is_that_of_its_test():
-    assert f" to {CORE_LINES:,}." in (REPOSITORY / "README.md").read_text()

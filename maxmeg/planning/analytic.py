@@ -142,6 +142,7 @@ def analyze_work(work: Workload, cluster: Cluster) -> Analytic:
         offload_seconds=offload,
         step_seconds=step,
         tokens_per_second=size * length / step,
+        devices=cluster.count,
         mfu=flops / (step * cluster.count * cluster.gpu.bf16_tflops * 1e12),
     )
 

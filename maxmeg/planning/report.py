@@ -39,9 +39,9 @@ class Analytic:
     parameters: number by kind (embedding, attention, ...). memory: peak bytes by purpose (masters,
     optimizer, weights, gradients, activations, loss). activations: bytes of activations under each
     recompute mode. flops: of a step, as the training log counts them. step_seconds: compute, bubble
-    and exposed communication. mfu: fraction of the peak. remedies: changes with which a config that
-    does not fit would fit; `analyze` leaves them empty. host_memory: bytes in pinned host memory by
-    purpose; offload_seconds: what their transfers add to a step.
+    and exposed communication. devices: number of GPUs. mfu: fraction of their peak. remedies:
+    changes with which a config that does not fit would fit; `analyze` leaves them empty.
+    host_memory: bytes in pinned host memory by purpose; offload_seconds: what their transfers add.
     """
 
     parameters: dict[str, int]
@@ -55,6 +55,7 @@ class Analytic:
     communication_seconds: float
     step_seconds: float
     tokens_per_second: float
+    devices: int
     mfu: float
     remedies: tuple[Remedy, ...] = ()
     host_memory: dict[str, int] = dataclasses.field(default_factory=dict)

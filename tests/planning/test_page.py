@@ -26,6 +26,7 @@ ANALYTIC = Analytic(
     communication_seconds=0.7,
     step_seconds=20.0,
     tokens_per_second=52_000,
+    devices=64,
     mfu=0.443,
 )
 COMPILED = Compiled(
@@ -97,10 +98,10 @@ def test_page_has_every_part():
         "Memory per GPU, estimated",
         "Parameters",
         "Step time, estimated",
+        "Layouts, best first",
         "Pipeline",
         "Communication per step, estimated",
         "Compiled for these GPUs",
-        "Layouts, best first",
     ]
     text = "\n".join(page.texts)
     for part in (

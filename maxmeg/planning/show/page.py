@@ -27,6 +27,7 @@ from maxmeg.planning.show.text import (
     gib,
     merged,
     parts_of_step,
+    speeds,
     times,
     traffic_cells,
     verdict,
@@ -41,14 +42,14 @@ def plan_html(plan: Plan) -> str:
     parts = [_header(plan, title)]
     if plan.analytic:
         parts += [_facts(plan.analytic), _memory(plan.analytic), _parameters(plan.analytic)]
+    if plan.choices:
+        parts.append(section("Layouts, best first", _choices(plan.choices)))
     if plan.table:
         parts.append(section("Pipeline", _timeline(plan)))
     if plan.analytic and plan.analytic.traffic:
         parts.append(section("Communication per step, estimated", _traffic(plan.analytic)))
     if plan.compiled:
         parts.append(section("Compiled for these GPUs", _compiled(plan.compiled)))
-    if plan.choices:
-        parts.append(section("Layouts, best first", _choices(plan.choices)))
     body = "\n".join(parts)
     command = f"<br>Made by <code>{escape(plan.command)}</code>" if plan.command else ""
     notes = f"""Bytes are per GPU; 1 GiB = 2<sup>30</sup> bytes. Estimates come from formulas and
@@ -65,8 +66,7 @@ def _facts(report: Analytic) -> str:
         ("parameters", quantity(sum(report.parameters.values()))),
         ("memory per GPU", f"{gib(report.total)} GiB"),
         ("step", times(report)["step"]),
-        ("tokens per second", quantity(report.tokens_per_second)),
-        ("MFU, upper bound", f"{report.mfu:.1%}"),
+        *list(speeds(report).items())[1:],
         ("bubble over ideal", f"{report.bubble_fraction:.1%}"),
     ]
     return cards(facts)

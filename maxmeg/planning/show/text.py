@@ -23,7 +23,8 @@ MEMORY_TITLE = "memory per device, estimated"
 HOST_TITLE = "pinned host memory per GPU, estimated"
 SHORT = 0.1  # seconds; shorter steps are shown in milliseconds
 TRAFFIC_HEADER = ["purpose", "kind", "runs", "GiB sent", "ms"]
-CHOICE_HEADER = ["step", "tokens/s", "MFU (upper bound)", "bubble", "GiB"]
+CHOICE_HEADER = ["step", "tokens/s/GPU", "MFU, estimate", "bubble", "GiB"]
+DAY = 86_400  # seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,8 +181,7 @@ def analytic_text(report: Analytic) -> str:
     seconds = [
         *([f"  {name}", time] for name, time in times(report).items()),
         ["  FLOPs", f"{report.flops:.3e}"],
-        ["  tokens per second", quantity(report.tokens_per_second)],
-        ["  MFU, upper bound", f"{report.mfu:.1%}"],
+        *([f"  {name}", speed] for name, speed in speeds(report).items()),
     ]
     blocks = [
         aligned([["parameters", ""], *parameters, ["  total", f"{count:,}"]], right=1),
@@ -232,6 +232,18 @@ def compiled_text(report: Compiled) -> str:
     return "\n\n".join("\n".join(block) for block in blocks)
 
 
+def speeds(report: Analytic) -> dict[str, str]:
+    """Return the estimated speed in the units in which speeds are published."""
+    days = 1e12 / report.tokens_per_second / DAY
+    return {
+        "tokens per second": quantity(report.tokens_per_second),
+        "tokens/s per GPU": f"{report.tokens_per_second / report.devices:,.0f}",
+        "TFLOP/s per GPU": f"{report.flops / report.step_seconds / report.devices / 1e12:.0f}",
+        "MFU, estimate": f"{report.mfu:.1%}",
+        "days for 1T tokens": f"{days:,.1f}",
+    }
+
+
 def traffic_cells(row: Traffic) -> list[str]:
     """Cells below TRAFFIC_HEADER."""
     milliseconds = f"{row.seconds * 1e3:.1f}"
@@ -247,7 +259,7 @@ def choice_cells(report: Analytic) -> list[str]:
     """Cells below CHOICE_HEADER."""
     return [
         times(report)["step"],
-        quantity(report.tokens_per_second),
+        f"{report.tokens_per_second / report.devices:,.0f}",
         f"{report.mfu:.1%}",
         f"{report.bubble_fraction:.1%}",
         gib(report.total),
