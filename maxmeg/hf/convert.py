@@ -23,6 +23,7 @@ from maxmeg.config.model import DType, ModelConfig
 from maxmeg.config.options import Quantize
 from maxmeg.config.schema import Config
 from maxmeg.data import run_folder
+from maxmeg.data.chat.ends import end_tokens
 from maxmeg.data.tokenizers.load import load_tokenizer, parse_spec
 from maxmeg.data.tokenizers.tokenizer import missing_rows
 from maxmeg.hf.families import read as families
@@ -33,6 +34,7 @@ from maxmeg.hf.families.classifier_tables import (
     objective_of,
     written_names,
 )
+from maxmeg.hf.families.keys import TOKENS
 from maxmeg.hf.formats.quantized import QUANTIZATION, dequantized
 from maxmeg.hf.formats.safetensors import DTYPES, SafetensorsFolder, SafetensorsWriter, read_json
 from maxmeg.hf.formats.source import Source, Weights
@@ -297,6 +299,8 @@ def _write_folder(
         shutil.copyfile(path, target / name)
     if config.data.chat_template:
         replace_chat_template(target, Path(config.data.chat_template).read_text("utf-8"))
+    if config.data.objective is Objective.sft:
+        write_ends(target, described, config)
     if model.mtp.num_layers < trained.model.mtp.num_layers:
         left_out = f"model.mtp.num_layers={trained.model.mtp.num_layers}"
         notes += (f"{family} has no MTP layers: they are left out ({left_out})",)
@@ -318,6 +322,21 @@ def replace_chat_template(folder: Path, text: str) -> None:
     if settings.exists():
         kept = {k: value for k, value in read_json(settings).items() if k != "chat_template"}
         settings.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", "utf-8")
+
+
+def write_ends(folder: Path, described: Mapping[str, typing.Any], config: Config) -> None:
+    """Name the end tokens of a run that was trained on chats in generation_config.json.
+
+    described: config.json, which has the special tokens if there is no generation_config.json.
+    """
+    path = folder / GENERATION
+    settings = {name: described[name] for name in TOKENS if described.get(name) is not None}
+    settings = read_json(path) if path.is_file() else settings
+    loaded = load_tokenizer(config.data.tokenizer)
+    ends = [*end_tokens(loaded, config.data, config.model.vocab_size)]
+    if settings.get("eos_token_id") not in (ends, *ends[: len(ends) == 1]):
+        settings = {**settings, "eos_token_id": ends}
+        path.write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
 
 
 def imported(source: Source) -> Pairs:
@@ -396,9 +415,11 @@ def _tokenizer_files(folder: Path, config: Config) -> tuple[dict[Path, str], tup
     small = {path: path.name for path in sorted(folder.glob("*")) if path.name != "config.json"}
     if kind == "huggingface" and source.parent.absolute() != folder.absolute():
         settings = source.parent / "tokenizer_config.json"
-        small = {path: name for path, name in small.items() if not name.startswith("tokenizer")}
+        template = source.parent / "chat_template.jinja"
+        others = ("tokenizer", "chat_template")
+        small = {path: name for path, name in small.items() if not name.startswith(others)}
         small |= {source: "tokenizer.json"}
-        small |= {settings: settings.name} if settings.exists() else {}
+        small |= {path: path.name for path in (settings, template) if path.exists()}
     elif kind == "sentencepiece":
         small = {path: name for path, name in small.items() if name != "tokenizer.model"}
         small |= {source: "tokenizer.model"}

@@ -3,7 +3,9 @@
 import json
 import re
 
+import numpy as np
 import pytest
+import tokenizers
 from chats import TOKENS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -12,8 +14,9 @@ from maxmeg.config.data import DataConfig
 from maxmeg.config.schema import Config
 from maxmeg.data.chat import template as chat
 from maxmeg.data.chat import template_child, turns
+from maxmeg.data.chat.answers import encode_turns
 from maxmeg.data.chat.conversation import normalized
-from maxmeg.data.chat.template import ChatTemplate
+from maxmeg.data.chat.template import ChatTemplate, load_chat_template
 from maxmeg.data.chat.turns import MARKS, BadRow, find_turns
 from maxmeg.data.prepare.documents import Record
 from maxmeg.data.tokenizers.load import load_tokenizer
@@ -53,10 +56,27 @@ CHAT = [
     {"role": "user", "content": "2?"},
     {"role": "assistant", "content": "two 東"},
 ]
-WITHOUT_EARLIER_THOUGHTS = (
-    "{% for m in messages %}{{ m.role }}:{{ m.content.split('</t>')[-1] if not loop.last else "
-    "m.content }}\n{% endfor %}"
-)
+OPENING = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+QWEN3 = (  # earlier turns lose their thoughts
+    "{% set ns = namespace(last=0) %}{% for m in messages if m.role == 'user' %}"
+    "{% set ns.last = messages.index(m) %}{% endfor %}{% for m in messages %}"
+    "{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}START"
+    "{% if loop.index0 > ns.last %}<think>\n{{ m.content.split('a')[0] }}</think>\n\n{% endif %}"
+    "{{ m.content + '<|im_end|>' }}END{% else %}{{ m.content + '<|im_end|>' }}{% endif %}\n"
+    "{% endfor %}"
+) + OPENING
+REWRITING = {
+    "chatml": CHATML,
+    "blocks": BLOCKS + "{% if add_generation_prompt %}<assistant>{% endif %}",
+    "history": QWEN3.replace("START", "").replace("END", ""),
+    "history and blocks": QWEN3.replace("START", "{% generation %}").replace(
+        "END", "{% endgeneration %}"
+    ),
+    "space": "{% for m in messages %}{{ m.role + ': ' + m.content + '\n\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}",
+    "lines": "{% for m in messages %}{{ m.role + '\n\n' + m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}assistant\n\n{% endif %}",
+}
 
 
 def record(row, line: int = 1) -> Record:
@@ -66,7 +86,8 @@ def record(row, line: int = 1) -> Record:
 
 def found(text: str, *rows):
     template = ChatTemplate(text, "the template", TOKENS)
-    return [t for _, t in find_turns(template, [record(r, i) for i, r in enumerate(rows, 1)])]
+    turns = find_turns(template, [record(r, i) for i, r in enumerate(rows, 1)])
+    return [t[0] if isinstance(t, list) and len(t) == 1 else t for _, t in turns]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -79,8 +100,7 @@ def test_only_messages_of_the_assistant_have_a_loss(name):
 
 
 REFUSED = {
-    "earlier turns change": (WITHOUT_EARLIER_THOUGHTS, "turn 1 cannot be found: the text up to"),
-    "another opening": (CHATML.replace("assistant\n", "assistant\n<t>"), "the text before it is"),
+    "another opening": (CHATML.replace("assistant\n", "assistant\n<t>"), "turn 2 cannot be found"),
     "text changed afterwards": (
         "{% set x %}{% generation %} a {% endgeneration %}{% endset %}{{ x | trim }}",
         "changes the text",
@@ -246,6 +266,52 @@ def test_every_spelling_of_a_conversation_is_the_same_text(tmp_path, rows):
     config = Config(data=DataConfig(chat_template=str(tmp_path / "t.jinja")))
     ids = encoded(load_tokenizer("bytes"), config, rows)
     assert [bytes(i.tolist()).decode() for i in ids] == [one.text] * 2
+
+
+@pytest.fixture(scope="module")
+def joining(tmp_path_factory):
+    """A tokenizer with tokens of several line ends and of spaces before words."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    special = ["</s>", "<|im_start|>", "<|im_end|>"]
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=320, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator(["a ab\n\n\nb  assistant user:\n\n a"] * 9, trainer)
+    path = tmp_path_factory.mktemp("joining") / "tokenizer.json"
+    made.save(str(path))
+    (path.parent / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    return load_tokenizer(f"huggingface:{path}")
+
+
+@pytest.mark.parametrize("name", REWRITING)
+@settings(max_examples=40, deadline=None, suppress_health_check=[*HealthCheck])
+@given(says=st.lists(st.tuples(st.booleans(), TEXT, TEXT), min_size=1, max_size=4))
+def test_every_turn_follows_the_tokens_of_its_prompt(tmp_path, joining, name, says):
+    (tmp_path / "t.jinja").write_text(REWRITING[name])
+    config = Config(data=DataConfig(chat_template=str(tmp_path / "t.jinja")))
+    messages = []
+    for is_tool, asked, said in says:
+        messages.append({"role": "tool" if is_tool else "user", "content": asked})
+        messages.append({**SAID, "content": said})
+    template = load_chat_template(joining, config.data.chat_template)
+    (answer,) = (turns for _, turns in find_turns(template, [record({"messages": messages})]))
+    actual = {}
+    for ids, has_loss in encode_turns(joining, answer):
+        edges = np.flatnonzero(np.diff(has_loss, prepend=0, append=0))
+        for begin, end in edges.reshape(-1, 2):
+            assert tuple(ids[:begin]) not in actual
+            actual[tuple(ids[:begin])] = joining.decode(ids[begin:end])
+    ends = range(1, len(messages), 2)
+    prompts = encoded(joining, config, [{"messages": messages[:end]} for end in ends])
+    assert actual.keys() == {tuple(ids) for ids in prompts}
+    for end, ids in zip(ends, prompts, strict=True):
+        asked = {"messages": messages[:end], "add_generation_prompt": True}
+        whole = {"messages": messages[: end + 1], "add_generation_prompt": False}
+        asked, whole = template.answer([asked, whole])["texts"]
+        assert actual[tuple(ids)].strip("\n") == whole.removeprefix(asked).strip("\n")
 
 
 def test_many_rows_in_small_parts(monkeypatch):

@@ -11,9 +11,10 @@ from tokenizer_files import WORDS, folder
 from maxmeg.config.data import DataConfig
 from maxmeg.config.schema import Config
 from maxmeg.data.chat import template as chat
+from maxmeg.data.chat.ends import end_tokens, log_ends
 from maxmeg.data.chat.template import ChatTemplate, load_chat_template
 from maxmeg.data.tokenizers.load import load_tokenizer
-from maxmeg.inference.prompts import encoded, end_tokens
+from maxmeg.inference.prompts import encoded
 
 ONE = CHATS["one"]
 
@@ -143,9 +144,9 @@ def test_added_tokens_count_in_chats_alone(tmp_path):
     assert load_chat_template(tokenizer).text == PLAIN
     (tmp_path / "config.json").write_text('{"eos_token_id": 1}')
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>", "bos_token": "<s>"}')
-    assert end_tokens(tokenizer, 9) == (1,)
+    assert end_tokens(tokenizer, DataConfig(), 9) == (1,)
     ended = load_tokenizer(f"{spec}&eod=<|x|>")
-    assert end_tokens(ended, 9) == (ended.eod,) == (len(WORDS),)
+    assert end_tokens(ended, DataConfig(), 9) == (ended.eod,) == (len(WORDS),)
     assert load_chat_template(ended).tokens == {"eos_token": "<|x|>", "bos_token": "<s>"}
 
 
@@ -190,15 +191,15 @@ def test_opening_tokens_follow_the_post_processor(processor, config, opening, tm
     ],
 )
 def test_end_tokens_come_from_the_generation_config(files, ends, tmp_path):
-    assert end_tokens(folder(tmp_path, {"eos_token": "</s>"}, **files), 7) == ends
-    assert end_tokens(load_tokenizer("bytes"), 257) == (256,)
+    assert end_tokens(folder(tmp_path, {"eos_token": "</s>"}, **files), DataConfig(), 7) == ends
+    assert end_tokens(load_tokenizer("bytes"), DataConfig(), 257) == (256,)
 
 
 @pytest.mark.parametrize("wrong", [7, -1, "2", True, 2.0, [], [1, 7], {"a": 1}])
 def test_wrong_end_tokens_are_shown(wrong, tmp_path):
     tokenizer = folder(tmp_path, generation_config={"eos_token_id": wrong})
     with pytest.raises(ValueError, match=r"generation_config.json: eos_token_id=.* 0 to 6"):
-        end_tokens(tokenizer, 7)
+        end_tokens(tokenizer, DataConfig(), 7)
 
 
 @pytest.mark.parametrize("text", ["[1]", "{", '"x"'])
@@ -206,4 +207,4 @@ def test_settings_must_be_json_objects(text, tmp_path):
     tokenizer = folder(tmp_path)
     (tmp_path / "generation_config.json").write_text(text)
     with pytest.raises(ValueError, match=r"is not valid JSON|not an object"):
-        end_tokens(tokenizer, 7)
+        end_tokens(tokenizer, DataConfig(), 7)
