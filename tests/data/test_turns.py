@@ -1,14 +1,15 @@
 """What the assistant said is found in the text of templates, or the template is refused."""
 
+import itertools
 import json
 import re
 
 import numpy as np
 import pytest
-import tokenizers
 from chats import TOKENS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from maxmeg.config.data import DataConfig
 from maxmeg.config.schema import Config
@@ -32,23 +33,6 @@ BLOCKS = (
     "{% generation %}{{ m.content + eos_token }}{% endgeneration %}\n"
     "{% else %}{{ m.content }}{% endif %}{% endfor %}"
 )
-# template -> what of CHAT the assistant is found to have said
-TEMPLATES = {
-    "chatml": (CHATML, ["one <b><|im_end|>\n", "two 東<|im_end|>\n"]),
-    "blocks": (BLOCKS, ["one <b></s>", "two 東</s>"]),
-    "blocks in a macro": (
-        "{% macro say(m) %}{% generation %}{{ m.content }}{% endgeneration %}{% endmacro %}"
-        "{% for m in messages %}[{% if m.role == 'assistant' %}{{ say(m) }}{% else %}"
-        "{{ m.content }}{% endif %}]{% endfor %}",
-        ["one <b>", "two 東"],
-    ),
-    "instructions": (
-        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}"
-        "{{ '[INST] ' + m.content + ' [/INST]' }}{% elif m.role == 'assistant' %}"
-        "{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}",
-        [" one <b></s>", " two 東</s>"],
-    ),
-}
 CHAT = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "1?"},
@@ -56,26 +40,29 @@ CHAT = [
     {"role": "user", "content": "2?"},
     {"role": "assistant", "content": "two 東"},
 ]
-OPENING = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 QWEN3 = (  # earlier turns lose their thoughts
     "{% set ns = namespace(last=0) %}{% for m in messages if m.role == 'user' %}"
-    "{% set ns.last = messages.index(m) %}{% endfor %}{% for m in messages %}"
-    "{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}START"
+    "{% set ns.last = messages.index(m) %}{% endfor %}{% for m in messages %}<|im_start|>"
+    "{{ m.role + '\\n' }}{% if m.role == 'assistant' %}{% generation %}"
     "{% if loop.index0 > ns.last %}<think>\n{{ m.content.split('a')[0] }}</think>\n\n{% endif %}"
-    "{{ m.content + '<|im_end|>' }}END{% else %}{{ m.content + '<|im_end|>' }}{% endif %}\n"
-    "{% endfor %}"
-) + OPENING
-REWRITING = {
+    "{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+EACH = "{% for m in messages %}{{ m.role }}-{{ m.content }}~{% endfor %}"
+EACH += "{% if add_generation_prompt %}assistant-{% endif %}"
+TEMPLATES = {
     "chatml": CHATML,
     "blocks": BLOCKS + "{% if add_generation_prompt %}<assistant>{% endif %}",
-    "history": QWEN3.replace("START", "").replace("END", ""),
-    "history and blocks": QWEN3.replace("START", "{% generation %}").replace(
-        "END", "{% endgeneration %}"
-    ),
-    "space": "{% for m in messages %}{{ m.role + ': ' + m.content + '\n\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}",
-    "lines": "{% for m in messages %}{{ m.role + '\n\n' + m.content }}</s>{% endfor %}"
-    "{% if add_generation_prompt %}assistant\n\n{% endif %}",
+    "macro": "{% macro say(m) %}{% generation %}{{ m.content }}.{% endgeneration %}{% endmacro %}"
+    "{% for m in messages %}[{{ say(m) if m.role == 'assistant' else m.content }}]{% endfor %}"
+    "{% if add_generation_prompt %}[{% endif %}",
+    "history and blocks": QWEN3,
+    "history": QWEN3.replace("{% generation %}", "").replace("{% endgeneration %}", ""),
+    "space": EACH.replace("-", ": ").replace("~", "\n\n"),
+    "lines": EACH.replace("-", "\n\n").replace("~", "</s>"),
+    "instructions": "{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{{ ' ' + m.content + eos_token }}{% else %}[INST] {{ m.content }} [/INST]{% endif %}"
+    "{% endfor %}",
 }
 
 
@@ -88,15 +75,6 @@ def found(text: str, *rows):
     template = ChatTemplate(text, "the template", TOKENS)
     turns = find_turns(template, [record(r, i) for i, r in enumerate(rows, 1)])
     return [t[0] if isinstance(t, list) and len(t) == 1 else t for _, t in turns]
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_only_messages_of_the_assistant_have_a_loss(name):
-    text, said = TEMPLATES[name]
-    (one,) = found(text, {"messages": CHAT, "id": 7})
-    assert [one.text[begin:end] for begin, end in one.spans] == said
-    plain = ChatTemplate(text, "", TOKENS).answer([{"messages": CHAT, "add_generation_prompt": 0}])
-    assert one.text == plain["texts"][0]
 
 
 REFUSED = {
@@ -206,6 +184,7 @@ VALUES = st.recursive(
     max_leaves=4,
 )
 OBJECTS = st.dictionaries(TEXT, VALUES, max_size=2)
+ASKING = st.sampled_from(["user", "tool"])
 
 
 @st.composite
@@ -270,48 +249,42 @@ def test_every_spelling_of_a_conversation_is_the_same_text(tmp_path, rows):
 
 @pytest.fixture(scope="module")
 def joining(tmp_path_factory):
-    """A tokenizer with tokens of several line ends and of spaces before words."""
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    special = ["</s>", "<|im_start|>", "<|im_end|>"]
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=320, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    made.train_from_iterator(["a ab\n\n\nb  assistant user:\n\n a"] * 9, trainer)
+    """A tokenizer with tokens of two line ends and of a space before a letter."""
+    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ĊĊ", "Ġa"]
+    merges = [("Ċ", "Ċ"), ("Ġ", "a")]
+    made = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, merges))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(["</s>", "<|im_start|>", "<|im_end|>"])
     path = tmp_path_factory.mktemp("joining") / "tokenizer.json"
     made.save(str(path))
-    (path.parent / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    path.with_name("tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     return load_tokenizer(f"huggingface:{path}")
 
 
-@pytest.mark.parametrize("name", REWRITING)
-@settings(max_examples=40, deadline=None, suppress_health_check=[*HealthCheck])
-@given(says=st.lists(st.tuples(st.booleans(), TEXT, TEXT), min_size=1, max_size=4))
+@pytest.mark.parametrize("name", TEMPLATES)
+@settings(max_examples=25, deadline=None, suppress_health_check=[*HealthCheck])
+@given(says=st.lists(st.tuples(ASKING, TEXT, TEXT), min_size=1, max_size=3))
 def test_every_turn_follows_the_tokens_of_its_prompt(tmp_path, joining, name, says):
-    (tmp_path / "t.jinja").write_text(REWRITING[name])
+    (tmp_path / "t.jinja").write_text(TEMPLATES[name])
     config = Config(data=DataConfig(chat_template=str(tmp_path / "t.jinja")))
-    messages = []
-    for is_tool, asked, said in says:
-        messages.append({"role": "tool" if is_tool else "user", "content": asked})
-        messages.append({**SAID, "content": said})
+    pairs = [[{"role": role, "content": text}, {**SAID, "content": y}] for role, text, y in says]
+    messages = [*itertools.chain(*pairs)]
     template = load_chat_template(joining, config.data.chat_template)
-    (answer,) = (turns for _, turns in find_turns(template, [record({"messages": messages})]))
-    actual = {}
-    for ids, has_loss in encode_turns(joining, answer):
+    ((_, turns),), actual = find_turns(template, [record({"messages": messages})]), {}
+    for ids, has_loss in encode_turns(joining, turns):
         edges = np.flatnonzero(np.diff(has_loss, prepend=0, append=0))
         for begin, end in edges.reshape(-1, 2):
             assert tuple(ids[:begin]) not in actual
             actual[tuple(ids[:begin])] = joining.decode(ids[begin:end])
     ends = range(1, len(messages), 2)
     prompts = encoded(joining, config, [{"messages": messages[:end]} for end in ends])
-    assert actual.keys() == {tuple(ids) for ids in prompts}
-    for end, ids in zip(ends, prompts, strict=True):
-        asked = {"messages": messages[:end], "add_generation_prompt": True}
-        whole = {"messages": messages[: end + 1], "add_generation_prompt": False}
-        asked, whole = template.answer([asked, whole])["texts"]
-        assert actual[tuple(ids)].strip("\n") == whole.removeprefix(asked).strip("\n")
+    befores = template.render([messages[:end] for end in ends])
+    wholes = template.render([messages[: end + 1] for end in ends], add_generation_prompt=False)
+    assert len(actual) == len(says)
+    for ids, before, whole in zip(prompts, befores, wholes, strict=True):
+        text = actual[tuple(ids)]
+        assert whole in (before + text, before + text + "\n", before + text + "]")
 
 
 def test_many_rows_in_small_parts(monkeypatch):

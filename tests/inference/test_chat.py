@@ -1,6 +1,7 @@
 """Chat templates: what they write, and what they may not do; tokens that end a text."""
 
 import os
+import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,7 +9,7 @@ import pytest
 from chats import CHATS, PLAIN, TEMPLATES, TOKENS
 from tokenizer_files import WORDS, folder
 
-from maxmeg.config.data import DataConfig
+from maxmeg.config.data import DataConfig, Objective
 from maxmeg.config.schema import Config
 from maxmeg.data.chat import template as chat
 from maxmeg.data.chat.ends import end_tokens, log_ends
@@ -193,6 +194,33 @@ def test_opening_tokens_follow_the_post_processor(processor, config, opening, tm
 def test_end_tokens_come_from_the_generation_config(files, ends, tmp_path):
     assert end_tokens(folder(tmp_path, {"eos_token": "</s>"}, **files), DataConfig(), 7) == ends
     assert end_tokens(load_tokenizer("bytes"), DataConfig(), 257) == (256,)
+
+
+TURN = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}END{% endfor %}"
+BLOCK = (
+    "{% for m in messages %}{% generation %}{{ m.content }}END{% endgeneration %}</s>{% endfor %}"
+)
+TURNS = {  # template, text in place of END -> end tokens, what is logged
+    (TURN, "<|user|>\n"): ((1, 2), "turns with '<|user|>': it ends generation, as '</s>'"),
+    (TURN, "</s>\n"): ((1,), "^$"),
+    (TURN, ""): ((1,), "WARNING .*turn ends without a token, and generation ends at '</s>'"),
+    (TURN, " b"): ((1,), "WARNING .*turn ends with ' b', which is no special token"),
+    (BLOCK, "<|user|>"): ((1, 2), "turns with '<|user|>'"),
+    (BLOCK, ""): ((1,), "WARNING .*turn ends without a token"),
+}
+
+
+@pytest.mark.parametrize("case", TURNS)
+def test_the_end_of_trained_turns_ends_generation(case, tmp_path, caplog):
+    tokenizer, (ends, logged) = folder(tmp_path, {"eos_token": "</s>"}), TURNS[case]
+    (tmp_path / "t.jinja").write_text(case[0].replace("END", case[1]))
+    data = DataConfig(chat_template=str(tmp_path / "t.jinja"))
+    assert end_tokens(tokenizer, data, 7) == (1,)
+    data.objective = Objective.sft
+    assert end_tokens(tokenizer, data, 7) == ends
+    with caplog.at_level("INFO", "maxmeg"):
+        log_ends(tokenizer, data)
+    assert re.search(logged, caplog.text.strip())
 
 
 @pytest.mark.parametrize("wrong", [7, -1, "2", True, 2.0, [], [1, 7], {"a": 1}])

@@ -35,7 +35,7 @@ from maxmeg.data.prepare.documents import (
 )
 from maxmeg.data.prepare.encoding import Column
 from maxmeg.data.tokenizers.load import load_tokenizer
-from maxmeg.data.tokenizers.tokenizer import Tokenizer
+from maxmeg.data.tokenizers.tokenizer import Tokenizer, special_name
 from maxmeg.data.workers import in_processes
 
 LAYOUT = b"3"  # version of the files in the cache; a new version is made again
@@ -234,11 +234,11 @@ def _encode_text(tokenizer: Tokenizer, turns: Turns) -> Iterator[Encoded]:
     end = np.array([tokenizer.eod] if turns.has_end else [], np.int32)
     ids, characters = tokenizer.encode_spans(turns.text, tokenizer.added)
     has_loss, starts = np.zeros(len(ids), np.uint8), characters[:, 0]
-    is_added = np.isin(ids, [*tokenizer.added.values()])
+    is_special = np.isin(ids, [*tokenizer.special_ids, *tokenizer.added.values()])
     for begin, stop in turns.spans:
         first, last = np.searchsorted(starts, (begin, stop)).tolist()
-        marks = np.flatnonzero(is_added[:first])  # what precedes an added token does not matter
-        known = marks.max(initial=0)
+        # What precedes a special token does not change the tokens after it.
+        known = np.flatnonzero(is_special[:first]).max(initial=0)
         prompt = turns.text[starts[known] * (known > 0) : begin]
         if np.array_equal(tokenizer.encode_marked(prompt, tokenizer.added), ids[known:first]):
             has_loss[first:last] = 1
@@ -253,8 +253,11 @@ def _encode_text(tokenizer: Tokenizer, turns: Turns) -> Iterator[Encoded]:
 
 def _encode_after(tokenizer: Tokenizer, text: str) -> np.ndarray:
     """The tokens of a text that does not begin a document."""
-    name = next((name for name, i in tokenizer.added.items() if i == tokenizer.eod), "")
-    return tokenizer.encode_marked(name + text, tokenizer.added)[bool(name) :]
+    mark = special_name(tokenizer, tokenizer.eod)
+    ids, characters = tokenizer.encode_spans(mark + text, tokenizer.added)
+    if len(ids) and ids[0] == tokenizer.eod and characters[0, 1] == len(mark):
+        return ids[1:]
+    return tokenizer.encode_marked(text, tokenizer.added)
 
 
 def open_prepared(folder: str) -> tuple[IndexedDataset, IndexedDataset]:

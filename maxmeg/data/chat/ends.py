@@ -12,7 +12,7 @@ from maxmeg.data.chat.template import (
 )
 from maxmeg.data.chat.turns import MARKS
 from maxmeg.data.tokenizers.load import parse_spec
-from maxmeg.data.tokenizers.tokenizer import Tokenizer, json_object, split_marks
+from maxmeg.data.tokenizers.tokenizer import Tokenizer, json_object, special_name
 
 logger = logging.getLogger("maxmeg")
 _ANSWER = "Yqzwx"  # an answer whose end is looked for in the text of a template
@@ -36,10 +36,9 @@ def log_ends(tokenizer: Tokenizer, data: DataConfig) -> None:
     ends, (more, text) = _named(tokenizer, math.inf), _trained(tokenizer, data)
     if {*ends} & {*more}:
         return
-    names = {i: name for name, i in tokenizer.added.items()}
-    shown = ", ".join(repr(names.get(i) or tokenizer.decode([i])) for i in ends)
+    shown = ", ".join(repr(special_name(tokenizer, i)) for i in ends)
     if more:
-        added = repr(names[more[-1]])
+        added = repr(special_name(tokenizer, more[-1]))
         logger.info(f"the chat template ends turns with {added}: it ends generation, as {shown}")
         return
     trained = f"with {text!r}, which is no special token" if text else "without a token"
@@ -72,14 +71,15 @@ def _named(tokenizer: Tokenizer, vocab_size: float) -> tuple[int, ...]:
 
 
 def _trained(tokenizer: Tokenizer, data: DataConfig) -> tuple[list[int], str]:
-    """The added tokens that have a loss after an answer, and the text with a loss there; nothing
+    """The special tokens that have a loss after an answer, and the text with a loss there; nothing
     for runs that were not trained on chats."""
     is_chat = data.objective is Objective.sft and has_chat_template(tokenizer, data.chat_template)
     if not is_chat:
         return [], ""
     text = _trained_end(load_chat_template(tokenizer, data.chat_template))
-    marked = split_marks(text, tokenizer.added)
-    return [tokenizer.added[name] for name, is_mark in marked if is_mark and name.strip()], text
+    special = {*tokenizer.special_ids, *tokenizer.added.values()}
+    ids = tokenizer.encode_marked(text, tokenizer.added).tolist()
+    return [i for i in ids if i in special], text
 
 
 def _trained_end(template: ChatTemplate) -> str:
