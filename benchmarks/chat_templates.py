@@ -2,7 +2,8 @@
 
 TOKENIZER is a spec as in `data.tokenizer`. For each template, 200 random conversations are made
 ready for training; the tokens before each trained turn must be those of `generate` and the server
-for the messages before it, and the turn must be the text that the template writes after them. The
+for the messages before it, and the turn must be the text that the template writes after them; or
+the end of this text, in templates that change the last question as soon as its answer follows. The
 counts of conversations, texts and turns are printed, with the first reason for a refusal, and the
 end of the template's turns.
 """
@@ -58,14 +59,16 @@ def trained_turns(tokenizer: Tokenizer, turns) -> dict[tuple[int, ...], str]:
 
 def wanted_turns(
     tokenizer: Tokenizer, config: Config, template: ChatTemplate, messages: list[dict]
-) -> dict[tuple[int, ...], str]:
-    """The text that the template writes for each answer, by the tokens of the prompt for it."""
+) -> dict[tuple[int, ...], tuple[str, str]]:
+    """The prompt for each answer and the text up to its end, by the tokens of the prompt."""
     ends = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     prompts = encoded(tokenizer, config, [{"messages": messages[:end]} for end in ends])
     asked = template.render([messages[:end] for end in ends])
     wholes = template.render([messages[: end + 1] for end in ends], add_generation_prompt=False)
-    texts = [whole.removeprefix(before) for before, whole in zip(asked, wholes, strict=True)]
-    return {tuple(ids.tolist()): text for ids, text in zip(prompts, texts, strict=True)}
+    return {
+        tuple(ids.tolist()): (before, whole)
+        for ids, before, whole in zip(prompts, asked, wholes, strict=True)
+    }
 
 
 def check(tokenizer: Tokenizer, path: Path) -> str:
@@ -91,9 +94,11 @@ def check(tokenizer: Tokenizer, path: Path) -> str:
         counts["texts"] += len(encode_turns(tokenizer, turns))
         counts["turns"] += len(wanted)
         counts["other prompt"] += len(found.keys() ^ wanted.keys())
-        counts["other text"] += sum(
-            found[ids].strip() != wanted[ids].strip() for ids in found.keys() & wanted.keys()
-        )
+        for ids in found.keys() & wanted.keys():
+            (before, whole), text = wanted[ids], found[ids]
+            is_same = whole.strip() == (before + text).strip()
+            counts["other text"] += not is_same and whole.startswith(before)
+            counts["changed question"] += not whole.startswith(before) and whole.endswith(text)
     ends = end_tokens(tokenizer, data, tokenizer.vocab_size)
     names = ", ".join(special_name(tokenizer, i) for i in ends)
     shown = ", ".join(f"{count} {name}" for name, count in counts.items() if count)

@@ -63,6 +63,9 @@ TEMPLATES = {
     "instructions": "{% for m in messages %}{% if m.role == 'assistant' %}"
     "{{ ' ' + m.content + eos_token }}{% else %}[INST] {{ m.content }} [/INST]{% endif %}"
     "{% endfor %}",
+    "system in the last question": "{% for m in messages %}{% if m.role == 'assistant' %}"
+    " {{ m.content }}</s>{% else %}[INST]{{ 'S' * loop.last }}{{ m.content }}[/INST]{% endif %}"
+    "{% endfor %}",
 }
 
 
@@ -268,7 +271,7 @@ def joining(tmp_path_factory):
 def test_every_turn_follows_the_tokens_of_its_prompt(tmp_path, joining, name, says):
     (tmp_path / "t.jinja").write_text(TEMPLATES[name])
     config = Config(data=DataConfig(chat_template=str(tmp_path / "t.jinja")))
-    pairs = [[{"role": role, "content": text}, {**SAID, "content": y}] for role, text, y in says]
+    pairs = [[{"role": r, "content": f"q{q}"}, {**SAID, "content": a}] for r, q, a in says]
     messages = [*itertools.chain(*pairs)]
     template = load_chat_template(joining, config.data.chat_template)
     ((_, turns),), actual = find_turns(template, [record({"messages": messages})]), {}
@@ -282,8 +285,11 @@ def test_every_turn_follows_the_tokens_of_its_prompt(tmp_path, joining, name, sa
     befores = template.render([messages[:end] for end in ends])
     wholes = template.render([messages[: end + 1] for end in ends], add_generation_prompt=False)
     assert len(actual) == len(says)
-    for ids, before, whole in zip(prompts, befores, wholes, strict=True):
+    for ids, before, whole, (*_, said) in zip(prompts, befores, wholes, says, strict=True):
         text = actual[tuple(ids)]
+        if "loop.last" in TEMPLATES[name]:  # the question changes with the answer
+            assert text == f" {said}</s>"
+            continue
         assert whole in (before + text, before + text + "\n", before + text + "]")
 
 

@@ -2,11 +2,12 @@
 
 Each of the assistant's turns with a loss is rendered as the server would: its prompt holds the
 messages before it and ends with the template's generation prompt, and the text up to the end of the
-turn must begin with this prompt. The turn is what follows the prompt, or what {% generation %}
-blocks mark. Turns whose prompts continue the text of the turn before share one text. A template
-that changes earlier turns, as Qwen 3's leaves out their thoughts, begins a new text.
+turn begins with this prompt. The turn is what follows the prompt, or what {% generation %} blocks
+mark. Turns whose prompts continue the text of the turn before share one text. A template that
+changes earlier turns, as Qwen 3's leaves out their thoughts, begins a new text.
 """
 
+import bisect
 import contextlib
 import dataclasses
 import itertools
@@ -171,7 +172,8 @@ def _render_rows(
 ) -> Iterator[list[Turns] | BadRow]:
     parts = [_parts(row) for row in rows]
     rendered, has_blocks = _render(template, parts, places, ("", ""))
-    texts = [_joined(of_row, has_blocks) for of_row in rendered]
+    pairs = zip(parts, rendered, strict=True)
+    texts = [_joined(of_row, texts_of_row, has_blocks) for of_row, texts_of_row in pairs]
     marked: list[list[str | BadRow]] = [[] for _ in rows]
     if has_blocks:
         ends = [
@@ -219,7 +221,9 @@ def _render(
     return [[*itertools.islice(rest, len(of_row))] for of_row in parts], has_blocks
 
 
-def _joined(rendered: list[str | BadRow], has_blocks: bool) -> list[_Text] | BadRow:
+def _joined(
+    parts: list[Row], rendered: list[str | BadRow], has_blocks: bool
+) -> list[_Text] | BadRow:
     """The texts of a row's turns, each with all turns that it contains as the server would render
     them; or the reason why there are none."""
     texts: list[_Text] = []
@@ -231,6 +235,9 @@ def _joined(rendered: list[str | BadRow], has_blocks: bool) -> list[_Text] | Bad
             if isinstance(part, BadRow):
                 return part
         assert isinstance(prompt, str) and isinstance(text, str)
+        if not text.startswith(prompt) and not has_blocks:
+            turn = _turn_after(prompt, text, parts[i + 1]["messages"])
+            text = prompt + turn if turn else text
         if not text.startswith(prompt):
             return BadRow(
                 f"the assistant's turn {i // 2 + 1} cannot be found: the prompt that asks for it "
@@ -243,6 +250,20 @@ def _joined(rendered: list[str | BadRow], has_blocks: bool) -> list[_Text] | Bad
             spans, first = [*before.spans, *spans], before.first
         texts.append(_Text(text, spans, first, i + 1))
     return texts
+
+
+def _turn_after(prompt: str, text: str, messages: Sequence[Row]) -> str:
+    """What a template writes after a prompt that it changes as soon as the answer follows, as
+    Mistral's, which have the system message in the last question; "" where that is not clear.
+
+    It is what follows the end of the prompt, from the last message before the answer on.
+    """
+    asked, answer = (["", *(message["content"].strip() for message in messages)])[-2:]
+    lengths = range(len(prompt) + 1)
+    length = bisect.bisect_left(lengths, True, key=lambda n: prompt[len(prompt) - n :] not in text)
+    shared = prompt[len(prompt) - length + 1 :]  # the longest end of the prompt in the text
+    turn = text.rpartition(shared)[2] if shared else ""
+    return turn if asked and asked in shared and answer in turn else ""
 
 
 def _marked_spans(
