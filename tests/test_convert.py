@@ -16,6 +16,7 @@ from maxmeg.config.flags import run_command
 from maxmeg.hf.families import read as families
 from maxmeg.hf.formats.safetensors import SafetensorsFolder
 from maxmeg.hf.trained import TrainedModel
+from maxmeg.inference.adapters import with_adapters
 from maxmeg.inference.load import load_run
 
 
@@ -93,6 +94,7 @@ def test_runs_and_adapters_work_after_they_are_moved(tmp_path, monkeypatch, caps
     assert (tmp_path / "peft" / "adapter_model.safetensors").is_file()
     assert (tmp_path / "merged" / "tokenizer.json").is_file()
     assert load_run(str(run)).tokenizer.encode("a b").tolist() == tokens.tolist()
+    assert with_adapters(load_run(str(base)), {"mine": run}).ends == (0, 60)
     os.rename(base, tmp_path / "moved" / "renamed")
     for load in (load_run, TrainedModel, convert.convert.exported):
         with pytest.raises(ValueError, match=f"runs/base nor in {base}: move it back, or link it"):

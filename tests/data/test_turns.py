@@ -293,23 +293,19 @@ def test_every_turn_follows_the_tokens_of_its_prompt(tmp_path, joining, name, sa
         assert whole in (before + text, before + text + "\n", before + text + "]")
 
 
-def test_many_rows_in_small_parts(monkeypatch):
-    picky = "{% if messages[-1].content == '5' %}{{ raise_exception('no') }}{% endif %}" + CHATML
+def test_many_and_long_rows_in_small_parts(monkeypatch):
+    picky = (
+        "{% if messages[-1].content == 'yyyyy' %}{{ raise_exception('no') }}{% endif %}" + BLOCKS
+    )
     monkeypatch.setattr(turns, "_TEXTS_AT_ONCE", 7)
-    rows = [{"messages": [USER, {**SAID, "content": str(i)}]} for i in range(9)]
-    texts = found(picky, *rows)
-    assert isinstance(texts.pop(5), BadRow)
-    said = [t.text[slice(*t.spans[0])] for t in texts]
-    assert said == [f"{i}<|im_end|>\n" for i in range(9) if i != 5]
-
-
-def test_rows_that_are_long_together(monkeypatch):
     monkeypatch.setattr(chat, "MAX_CHARACTERS", 100)
-    rows = [{"messages": [USER, {**SAID, "content": "y" * n}]} for n in (60, 50, 120, 10)]
-    one, two, bad, last = found(BLOCKS, *rows)
-    assert [t.text.count("y") for t in (one, two, last)] == [60, 50, 10]
-    with pytest.raises(BadRow, match="renders more than 100 characters"):
-        raise bad
+    sizes = [0, 60, 50, 5, 120, *range(10, 14)]
+    texts = found(picky, *({"messages": [USER, {**SAID, "content": "y" * n}]} for n in sizes))
+    said = [isinstance(t, turns.Turns) and t.text.count("y") for t in texts]
+    assert said == [n if n not in (5, 120) else False for n in sizes]
+    for bad, error in ((texts[3], "no"), (texts[4], "renders more than 100 characters")):
+        with pytest.raises(BadRow, match=error):
+            raise bad
 
 
 def test_a_template_without_end_is_named_with_the_row(monkeypatch):
