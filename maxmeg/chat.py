@@ -17,11 +17,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from maxmeg.config.options import Chat as Options
+from maxmeg.data.chat.ends import end_tokens
 from maxmeg.data.chat.template import load_chat_template
 from maxmeg.inference.conversation import converse
 from maxmeg.inference.engine import Engine
 from maxmeg.inference.load import load_chosen
-from maxmeg.inference.prompts import encoded, end_tokens
+from maxmeg.inference.prompts import encoded
 from maxmeg.inference.requests import Request
 from maxmeg.inference.sampling import Sampling
 from maxmeg.parallel import multihost
@@ -44,7 +45,7 @@ def main(options: Options) -> None:
     trained = load_chosen(options)
     config, tokenizer = trained.config, trained.tokenizer
     load_chat_template(tokenizer, config.data.chat_template)  # refuses a model without one
-    ends = end_tokens(tokenizer, config.model.vocab_size)
+    ends = end_tokens(tokenizer, config.data, config.model.vocab_size)
     engine = Engine(trained, lanes=1)
     room = config.model.max_position
 

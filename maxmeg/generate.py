@@ -20,9 +20,10 @@ from pathlib import Path
 
 from maxmeg.config.options import Generate as Options
 from maxmeg.config.retro import Neighbours
+from maxmeg.data.chat.ends import end_tokens
 from maxmeg.inference.engine import Engine
 from maxmeg.inference.load import Trained, load_chosen
-from maxmeg.inference.prompts import as_chat, encoded, end_tokens, read_records
+from maxmeg.inference.prompts import as_chat, encoded, read_records
 from maxmeg.inference.requests import Request
 from maxmeg.inference.sampling import Sampling
 from maxmeg.parallel import multihost
@@ -71,7 +72,7 @@ def main(options: Options) -> None:
     trained = load_chosen(options)
     tokenizer, config = trained.tokenizer, trained.config
     prompts = encoded(tokenizer, config, records, options.system, options.opening)
-    ends = end_tokens(tokenizer, config.model.vocab_size)
+    ends = end_tokens(tokenizer, config.data, config.model.vocab_size)
     request = dataclasses.replace(request, ends=ends)
     is_shown = not config.model.has_source_text
     shown = [record.get("prompt", "") if is_shown else "" for record in records]

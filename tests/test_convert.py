@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from hf_folders import LLAMA, make_folder
+from hf_folders import LLAMA, make_folder, write_tokenizer
 from lora_runs import write_lora_run
 
 from maxmeg import convert
@@ -16,6 +16,7 @@ from maxmeg.config.flags import run_command
 from maxmeg.hf.families import read as families
 from maxmeg.hf.formats.safetensors import SafetensorsFolder
 from maxmeg.hf.trained import TrainedModel
+from maxmeg.inference.adapters import with_adapters
 from maxmeg.inference.load import load_run
 
 
@@ -62,12 +63,13 @@ def test_runs_and_adapters_work_after_they_are_moved(tmp_path, monkeypatch, caps
     """Both together, the run alone, and from another working folder; the tokenizer's source and
     the converted files may be gone."""
     make_folder(tmp_path / "hf")
+    write_tokenizer(tmp_path / "hf", added=["[im_end]"])
     (tmp_path / "hf" / "tokenizer_config.json").write_text('{"chat_template": "BASE"}')
     monkeypatch.chdir(tmp_path)
     command("input=hf", "output=runs/base")
     config = files.load("runs/base/config.yaml")
     config.checkpoint.init_from = "runs/base"
-    Path("mine.jinja").write_text("MINE")
+    Path("mine.jinja").write_text("MINE {{ messages[-1].content }}[im_end]")
     config.data.objective, config.data.chat_template = Objective.sft, "mine.jinja"
     write_lora_run(Path("runs/lora"), config, rank=2)
     tokens = load_run("runs/lora").tokenizer.encode("a b")
@@ -78,7 +80,10 @@ def test_runs_and_adapters_work_after_they_are_moved(tmp_path, monkeypatch, caps
     again = files.load(run / "config.yaml")
     assert (again.run_dir, again.checkpoint.init_from) == (str(run), str(base))
     command("to=huggingface", f"input={run}", f"output={tmp_path / 'merged'}")
-    assert (tmp_path / "merged" / "chat_template.jinja").read_text() == "MINE"
+    assert (tmp_path / "merged" / "chat_template.jinja").read_text().startswith("MINE")
+    assert json.loads((tmp_path / "merged" / "generation_config.json").read_text()) == {
+        "eos_token_id": [0, 60]
+    }
     assert "BASE" not in (tmp_path / "merged" / "tokenizer_config.json").read_text()
     command("to=peft", f"input={run}", f"output={tmp_path / 'peft'}", "base=org/model")
     settings = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
@@ -89,6 +94,7 @@ def test_runs_and_adapters_work_after_they_are_moved(tmp_path, monkeypatch, caps
     assert (tmp_path / "peft" / "adapter_model.safetensors").is_file()
     assert (tmp_path / "merged" / "tokenizer.json").is_file()
     assert load_run(str(run)).tokenizer.encode("a b").tolist() == tokens.tolist()
+    assert with_adapters(load_run(str(base)), {"mine": run}).ends == (0, 60)
     os.rename(base, tmp_path / "moved" / "renamed")
     for load in (load_run, TrainedModel, convert.convert.exported):
         with pytest.raises(ValueError, match=f"runs/base nor in {base}: move it back, or link it"):

@@ -41,7 +41,10 @@ def write(config: Config) -> None:
     sources = paths.absolute(config).data
     if kept.data.tokenizer != sources.tokenizer:
         kind, argument, _ = paths.split_spec(sources.tokenizer)
-        for name, source in tokenizer_files(kind, Path(argument)).items():
+        copied = tokenizer_files(kind, Path(argument))
+        if kind == "huggingface" and sources.chat_template:  # the tokenizer of runs that follow
+            copied |= {"chat_template.jinja": Path(sources.chat_template)}
+        for name, source in copied.items():
             write_atomically(_folder(kept) / name, source.read_bytes())
     if kept.data.chat_template != sources.chat_template:
         write_atomically(_folder(kept) / TEMPLATE, Path(sources.chat_template).read_bytes())

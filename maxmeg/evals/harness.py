@@ -17,12 +17,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from maxmeg.data.chat.ends import end_tokens
 from maxmeg.data.chat.template import ChatTemplate, load_chat_template
 from maxmeg.data.tokenizers.tokenizer import Tokenizer
 from maxmeg.inference.engine import LANES, Engine
 from maxmeg.inference.load import Trained
 from maxmeg.inference.programs import jitted
-from maxmeg.inference.prompts import end_tokens
 from maxmeg.inference.requests import Request, check_alone, check_causal, check_ids
 from maxmeg.inference.sampling import Sampling
 from maxmeg.layers.context import Context
@@ -265,8 +265,8 @@ class HarnessModel:
                 f"generation settings {options} are not known: supported are until, do_sample, "
                 f"temperature, top_k, top_p and {LENGTHS[0]}"
             )
-        tokenizer = self.trained.tokenizer
-        ends = {*end_tokens(tokenizer, self.trained.config.model.vocab_size), tokenizer.eod}
+        tokenizer, config = self.trained.tokenizer, self.trained.config
+        ends = {*end_tokens(tokenizer, config.data, config.model.vocab_size), tokenizer.eod}
         return Request(count, sampling, tuple(sorted(ends)), stops)
 
     def apply_chat_template(

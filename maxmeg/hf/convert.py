@@ -25,6 +25,7 @@ from maxmeg.config.schema import Config
 from maxmeg.data import run_folder
 from maxmeg.data.tokenizers.load import load_tokenizer, parse_spec
 from maxmeg.data.tokenizers.tokenizer import missing_rows
+from maxmeg.hf.chats import GENERATION, replace_chat_template, write_ends
 from maxmeg.hf.families import read as families
 from maxmeg.hf.families.binding import Binding, Place
 from maxmeg.hf.families.classifier_tables import (
@@ -57,7 +58,6 @@ from maxmeg.state import VOCABULARY_TABLES
 
 TOKENIZER_FILES = ["tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"]
 TOKENIZER_FILES += ["vocab.txt", "merges.txt", "tokenizer.model", "*.jinja", "chat_template.json"]
-GENERATION = "generation_config.json"
 SMALL_FILES = ("config.json", GENERATION, *TOKENIZER_FILES, "LICENSE*", "NOTICE*")  # never code
 EXACT = [DTYPES[name] for name in ("F32", "BF16", "F16")]  # dtypes that float32 represents exactly
 Pairs: typing.TypeAlias = list[tuple[str, Binding]]
@@ -304,6 +304,8 @@ def _write_folder(
         shutil.copyfile(path, target / name)
     if config.data.chat_template:
         replace_chat_template(target, Path(config.data.chat_template).read_text("utf-8"))
+    if config.data.objective is Objective.sft:
+        write_ends(target, described, config)
     if model.mtp.num_layers < trained.model.mtp.num_layers:
         left_out = f"model.mtp.num_layers={trained.model.mtp.num_layers}"
         notes += (f"{family} has no MTP layers: they are left out ({left_out})",)
@@ -314,17 +316,6 @@ def _write_folder(
     report = _report(family, matched, config.data.tokenizer, notes)
     loaded_by = f"transformers.{family}.from_pretrained('{target}')"
     return dataclasses.replace(report, loaded_by=f"vllm serve {target}" if quantized else loaded_by)
-
-
-def replace_chat_template(folder: Path, text: str) -> None:
-    """Write the chat template that a model was trained with, in place of its base model's."""
-    for path in folder.glob("chat_template.*"):
-        path.unlink()
-    (folder / "chat_template.jinja").write_text(text, "utf-8")
-    settings = folder / "tokenizer_config.json"
-    if settings.exists():
-        kept = {k: value for k, value in read_json(settings).items() if k != "chat_template"}
-        settings.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 
 def imported(source: Source) -> Pairs:
@@ -407,9 +398,11 @@ def _tokenizer_files(folder: Path, config: Config) -> tuple[dict[Path, str], tup
     small = {path: path.name for path in sorted(folder.glob("*")) if path.name != "config.json"}
     if kind == "huggingface" and source.parent.absolute() != folder.absolute():
         settings = source.parent / "tokenizer_config.json"
-        small = {path: name for path, name in small.items() if not name.startswith("tokenizer")}
+        template = source.parent / "chat_template.jinja"
+        others = ("tokenizer", "chat_template")
+        small = {path: name for path, name in small.items() if not name.startswith(others)}
         small |= {source: "tokenizer.json"}
-        small |= {settings: settings.name} if settings.exists() else {}
+        small |= {path: path.name for path in (settings, template) if path.exists()}
     elif kind == "sentencepiece":
         small = {path: name for path, name in small.items() if name != "tokenizer.model"}
         small |= {source: "tokenizer.model"}

@@ -18,6 +18,8 @@ from maxmeg.checkpoint.manager import Checkpointer
 from maxmeg.checkpoint.places import place_of, steps_in
 from maxmeg.config import files
 from maxmeg.config.files import checkpoints_of
+from maxmeg.data import run_folder
+from maxmeg.data.chat.ends import end_tokens
 from maxmeg.hf.families.read import differences
 from maxmeg.hf.peft import SETTINGS, Adapter, read_adapter
 from maxmeg.hf.trained import carried_config, carried_folder, choose_family, open_run
@@ -40,7 +42,9 @@ def with_adapters(trained: Trained, folders: Mapping[str, str | os.PathLike]) ->
             f"{config.run_dir} holds an adapter itself (lora.rank={config.lora.rank}): serve its "
             f"base {config.checkpoint.init_from}, and this one as one of its adapters"
         )
-    return attached(trained, {name: read(trained, folders[name]) for name in folders})
+    served = attached(trained, {name: read(trained, folders[name]) for name in folders})
+    ends = [token for folder in folders.values() for token in ends_of(trained, folder)]
+    return dataclasses.replace(served, ends=tuple(dict.fromkeys(ends)))
 
 
 def named_folders(texts: Sequence[str], model: str = "") -> dict[str, str]:
@@ -95,6 +99,14 @@ def read(trained: Trained, folder: str | os.PathLike) -> Adapter:
             name = path.removeprefix("model/").removesuffix("/lora/a").replace("/", ".")
             adapter[name] = dict(enumerate(zip(a, b, strict=True)))
     return adapter
+
+
+def ends_of(trained: Trained, folder: str | os.PathLike) -> tuple[int, ...]:
+    """Return the tokens that end a reply of the adapter in a folder; none for PEFT's."""
+    if Path(folder, SETTINGS).is_file():
+        return ()
+    data = run_folder.read(open_run(Path(folder)).metadata["config"], folder).data
+    return end_tokens(trained.tokenizer, data, trained.config.model.vocab_size)
 
 
 def attached(trained: Trained, adapters: Mapping[str, Adapter]) -> Trained:

@@ -17,10 +17,11 @@ import numpy as np
 
 from maxmeg.config.mixers import RotaryScaling
 from maxmeg.config.model import ModelConfig
+from maxmeg.data.chat.ends import end_tokens
 from maxmeg.inference.grammar import Grammars, Masks, Matcher
 from maxmeg.inference.load import Trained
 from maxmeg.inference.programs import Programs, Read
-from maxmeg.inference.prompts import end_tokens, prompt_tokens
+from maxmeg.inference.prompts import prompt_tokens
 from maxmeg.inference.requests import (
     Reply,
     Request,
@@ -131,7 +132,8 @@ class Engine:
         self._masks = Masks()
         self._arrivals = itertools.count()
         self.adapters = ("", *trained.adapters)  # by number
-        self.ends = end_tokens(trained.tokenizer, self.model.vocab_size)  # of a reply
+        ends = end_tokens(trained.tokenizer, trained.config.data, self.model.vocab_size)
+        self.ends = tuple(dict.fromkeys((*ends, *trained.ends)))  # of a reply
         self.decode_steps = self.decoded = 0  # steps, and new tokens of all lanes in them
 
     def check(self, prompt: Sequence[int] | np.ndarray, request: Request, where: str = "") -> None:

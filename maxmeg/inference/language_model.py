@@ -33,7 +33,7 @@ from maxmeg.inference.embeddings import Embedder, Pooling, embedders
 from maxmeg.inference.engine import Engine
 from maxmeg.inference.load import Trained, cast
 from maxmeg.inference.programs import jitted
-from maxmeg.inference.prompts import encoded, end_tokens
+from maxmeg.inference.prompts import encoded
 from maxmeg.inference.requests import Request, check_alone, check_ids
 from maxmeg.inference.sampling import Sampling
 from maxmeg.layers.context import Context
@@ -153,8 +153,7 @@ class LanguageModel:
 
     def request(self, max_new_tokens: int, sampling: Sampling) -> Request:
         """Return what to generate, up to one of the model's end tokens."""
-        ends = end_tokens(self.tokenizer, self.config.model.vocab_size)
-        return Request(max_new_tokens, sampling, ends)
+        return Request(max_new_tokens, sampling, self.engine.ends)
 
     def logits(self, prompt: Prompt | np.ndarray) -> Float[Array, "L V"]:
         """Return the float32 logits of each next token, for a prompt or an array of token ids.

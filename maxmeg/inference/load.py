@@ -41,7 +41,7 @@ class Trained:
 
     Weights that are in float32 although the compute dtype is another one are cast by every call
     that computes. adapters: names of those beside the model, whose numbers are 1, 2, ...
-    (`inference.adapters`).
+    (`inference.adapters`). ends: tokens that end the replies of these adapters.
     """
 
     model: LM
@@ -51,6 +51,7 @@ class Trained:
     mesh: Mesh
     metadata: dict[str, typing.Any] = dataclasses.field(default_factory=dict)  # the checkpoint's
     adapters: tuple[str, ...] = ()
+    ends: tuple[int, ...] = ()
 
     @property
     def start_token(self) -> int:

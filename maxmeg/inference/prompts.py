@@ -1,4 +1,4 @@
-"""Prompts and chats, their tokens, and the tokens that end a generated text."""
+"""Prompts and chats, and their tokens."""
 
 import json
 import typing
@@ -9,10 +9,9 @@ import numpy as np
 from maxmeg.config.data import Objective
 from maxmeg.config.schema import Config
 from maxmeg.data.chat.conversation import normalized, shown
-from maxmeg.data.chat.template import Messages, hugging_face_folder, load_chat_template
+from maxmeg.data.chat.template import Messages, load_chat_template
 from maxmeg.data.prepare import documents
-from maxmeg.data.tokenizers.load import parse_spec
-from maxmeg.data.tokenizers.tokenizer import SENTINEL, Tokenizer, json_object
+from maxmeg.data.tokenizers.tokenizer import SENTINEL, Tokenizer
 
 Record = dict[str, typing.Any]  # has a "prompt" or "messages", and any other keys
 
@@ -118,27 +117,3 @@ def with_system(messages: Messages, system: str) -> Messages:
     if not system or (messages and messages[0].get("role") == "system"):
         return messages
     return [{"role": "system", "content": system}, *messages]
-
-
-def end_tokens(tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
-    """Return the tokens that end a generated text.
-
-    They are the eos_token_id of generation_config.json, or of config.json, beside a tokenizer.json;
-    without these files, or if data.tokenizer sets eod, the end of a document.
-    """
-    has_eod = "eod" in parse_spec(tokenizer.spec).roles
-    folder = None if has_eod else hugging_face_folder(tokenizer)
-    for name in ("generation_config.json", "config.json") if folder else ():
-        assert folder is not None
-        eos = json_object(folder / name).get("eos_token_id")
-        if eos is None:
-            continue
-        ends = eos if isinstance(eos, list) else [eos]
-        wrong = [i for i in ends if type(i) is not int or not 0 <= i < vocab_size]
-        if wrong or not ends:
-            raise ValueError(
-                f"{folder / name}: eos_token_id={eos!r} must be one or a list of the model's "
-                f"token ids, 0 to {vocab_size - 1}"
-            )
-        return tuple(ends)
-    return (tokenizer.eod,)

@@ -3,10 +3,10 @@
 from jax.sharding import Mesh
 
 from maxmeg.config.schema import Config
+from maxmeg.data.chat.ends import end_tokens
 from maxmeg.data.tokenizers.tokenizer import Tokenizer
 from maxmeg.inference.engine import Engine
 from maxmeg.inference.load import Trained, load_run, without_pipeline
-from maxmeg.inference.prompts import end_tokens
 from maxmeg.inference.requests import Request
 from maxmeg.inference.sampling import Sampling
 from maxmeg.models.lm import LM
@@ -22,7 +22,8 @@ def continue_text(
     No BOS token is prepended: documents in training have none.
     """
     ids = trained.tokenizer.encode(prompt)
-    ends = end_tokens(trained.tokenizer, trained.config.model.vocab_size)
+    config = trained.config
+    ends = end_tokens(trained.tokenizer, config.data, config.model.vocab_size)
     engine = Engine(trained, lanes=1)
     return engine.generate([ids], Request(num_tokens, sampling, ends), seed)[0].text
 

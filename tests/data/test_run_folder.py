@@ -10,9 +10,9 @@ import tokenizer_files
 from maxmeg.config import files, paths
 from maxmeg.config.schema import Config
 from maxmeg.data import run_folder
+from maxmeg.data.chat.ends import end_tokens
 from maxmeg.data.chat.template import load_chat_template
 from maxmeg.data.tokenizers.load import load_tokenizer
-from maxmeg.inference.prompts import end_tokens
 
 # Settings of a run started in {w}, and how its folder holds them.
 PATHS = {
@@ -93,11 +93,11 @@ def test_the_tokenizer_is_copied_into_the_run_folder(kind, tmp_path, monkeypatch
     """With what lies beside it; the copy works when the source is gone and the folder moved."""
     monkeypatch.chdir(tmp_path)
     config = Config(run_dir="run")
-    (tmp_path / "mine.jinja").write_text("{{ messages }}")
+    (tmp_path / "mine.jinja").write_text("MINE")
     config.data.chat_template = "mine.jinja"
     config.data.tokenizer = vocabulary(kind, tmp_path / "source").replace(f"{tmp_path}/", "")
     source = load_tokenizer(config.data.tokenizer)
-    ends = end_tokens(source, source.vocab_size)
+    ends = end_tokens(source, config.data, source.vocab_size)
     os.makedirs("run/checkpoints")
     for _ in range(2):  # a run that is started again
         run_folder.write(config)
@@ -112,10 +112,10 @@ def test_the_tokenizer_is_copied_into_the_run_folder(kind, tmp_path, monkeypatch
     copy = load_tokenizer(actual.data.tokenizer)
     assert copy.identity == source.identity
     assert list(copy.encode("ab a")) == list(source.encode("ab a"))
-    assert end_tokens(copy, copy.vocab_size) == ends
-    assert load_chat_template(copy, actual.data.chat_template).text == "{{ messages }}"
+    assert end_tokens(copy, actual.data, copy.vocab_size) == ends
+    assert load_chat_template(copy, actual.data.chat_template).text == "MINE"
     if kind.startswith("huggingface"):
-        assert load_chat_template(copy).text == "{{ messages }}"
+        assert load_chat_template(copy).text == "MINE"  # for a run that is trained further
     assert not [path for path in (tmp_path / "moved" / "tokenizer").glob(".*")]
     assert run_folder.stored(actual) == actual
 

@@ -16,6 +16,7 @@ from tokenizer_files import folder
 from maxmeg.config.data import DataConfig, Objective, Packing, TooLong
 from maxmeg.data.build import build_dataset, open_corpus
 from maxmeg.data.chat.answers import prepare
+from maxmeg.data.chat.preferences import PREFERENCES
 from maxmeg.data.chat.sft import CHATS
 from maxmeg.data.samples.packing import PackedDataset
 from maxmeg.data.tokenizers.load import load_tokenizer
@@ -131,19 +132,35 @@ def test_prepared_files_are_built_once(files, tmp_path, capsys):
         opened(settings(files), tmp_path)
 
 
-def test_tokens_of_a_hugging_face_folder(tmp_path, files):
+REWRITES = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content if loop.last or "
+    "m.role == 'user' else '-' }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+def test_a_template_that_changes_earlier_turns_makes_several_texts(files, tmp_path, capsys):
+    rows = [{"messages": chat(a)["messages"] + chat(a, "r")["messages"]} for a in "xyz"]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "t.jinja").write_text(REWRITES)
+    data = settings(files, split="2,1,0")
+    splits = [conversations(opened(data, tmp_path, i)) for i in range(2)]
+    texts = [{f"u:q?;a:{a};": f"{a};", f"u:q?;a:-;u:r;a:{a};": f"{a};"} for a in "xyz"]
+    assert splits == [texts[0] | texts[1], texts[2]]
+    assert f"3 conversations of {files[0]} (messages) as 6 texts, " in capsys.readouterr().err
+    pair = {"chosen": rows[0]["messages"], "rejected": rows[1]["messages"], "prompt": []}
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(pair))
+    arguments = PREFERENCES, load_tokenizer("bytes"), tmp_path / "cache", files[1]
+    with pytest.raises(ValueError, match="line 1: an answer has several turns of the assistant"):
+        prepare(str(tmp_path / "pairs.jsonl"), *arguments)
+
+
+def test_a_token_beyond_the_model_is_named(tmp_path, files):
     template = (
         "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
     tokenizer = folder(tmp_path / "hf", {"eos_token": "</s>", "chat_template": template})
     (tmp_path / "chats.jsonl").write_text(json.dumps(chat("a b a", "b")))
-    data = opened(settings(files, chat_template="", tokenizer=tokenizer.spec), tmp_path)
-    batch = data.batch(np.array([0]))
-    assert batch["tokens"][0, :6].tolist() == [2, 5, 3, 4, 5, tokenizer.pad or tokenizer.eod]
-    assert batch["targets"][0, :4].tolist() == [5, 3, 4, 5]
-    assert batch["targets"][0, 4] == 4 or batch["tokens"][0, 5] == 4
-    assert batch["loss_mask"][0].sum() == 3
     config = settings(files, chat_template="", tokenizer=tokenizer.spec)
     with pytest.raises(
         ValueError, match=r"chats\.jsonl, conversation 1: token 5 \('b'\) is not in"

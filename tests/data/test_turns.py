@@ -1,19 +1,23 @@
 """What the assistant said is found in the text of templates, or the template is refused."""
 
+import itertools
 import json
 import re
 
+import numpy as np
 import pytest
 from chats import TOKENS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from maxmeg.config.data import DataConfig
 from maxmeg.config.schema import Config
 from maxmeg.data.chat import template as chat
 from maxmeg.data.chat import template_child, turns
+from maxmeg.data.chat.answers import encode_turns
 from maxmeg.data.chat.conversation import normalized
-from maxmeg.data.chat.template import ChatTemplate
+from maxmeg.data.chat.template import ChatTemplate, load_chat_template
 from maxmeg.data.chat.turns import MARKS, BadRow, find_turns
 from maxmeg.data.prepare.documents import Record
 from maxmeg.data.tokenizers.load import load_tokenizer
@@ -29,23 +33,6 @@ BLOCKS = (
     "{% generation %}{{ m.content + eos_token }}{% endgeneration %}\n"
     "{% else %}{{ m.content }}{% endif %}{% endfor %}"
 )
-# template -> what of CHAT the assistant is found to have said
-TEMPLATES = {
-    "chatml": (CHATML, ["one <b><|im_end|>\n", "two 東<|im_end|>\n"]),
-    "blocks": (BLOCKS, ["one <b></s>", "two 東</s>"]),
-    "blocks in a macro": (
-        "{% macro say(m) %}{% generation %}{{ m.content }}{% endgeneration %}{% endmacro %}"
-        "{% for m in messages %}[{% if m.role == 'assistant' %}{{ say(m) }}{% else %}"
-        "{{ m.content }}{% endif %}]{% endfor %}",
-        ["one <b>", "two 東"],
-    ),
-    "instructions": (
-        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}"
-        "{{ '[INST] ' + m.content + ' [/INST]' }}{% elif m.role == 'assistant' %}"
-        "{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}",
-        [" one <b></s>", " two 東</s>"],
-    ),
-}
 CHAT = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "1?"},
@@ -53,10 +40,33 @@ CHAT = [
     {"role": "user", "content": "2?"},
     {"role": "assistant", "content": "two 東"},
 ]
-WITHOUT_EARLIER_THOUGHTS = (
-    "{% for m in messages %}{{ m.role }}:{{ m.content.split('</t>')[-1] if not loop.last else "
-    "m.content }}\n{% endfor %}"
+QWEN3 = (  # earlier turns lose their thoughts
+    "{% set ns = namespace(last=0) %}{% for m in messages if m.role == 'user' %}"
+    "{% set ns.last = messages.index(m) %}{% endfor %}{% for m in messages %}<|im_start|>"
+    "{{ m.role + '\\n' }}{% if m.role == 'assistant' %}{% generation %}"
+    "{% if loop.index0 > ns.last %}<think>\n{{ m.content.split('a')[0] }}</think>\n\n{% endif %}"
+    "{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+EACH = "{% for m in messages %}{{ m.role }}-{{ m.content }}~{% endfor %}"
+EACH += "{% if add_generation_prompt %}assistant-{% endif %}"
+TEMPLATES = {
+    "chatml": CHATML,
+    "blocks": BLOCKS + "{% if add_generation_prompt %}<assistant>{% endif %}",
+    "macro": "{% macro say(m) %}{% generation %}{{ m.content }}.{% endgeneration %}{% endmacro %}"
+    "{% for m in messages %}[{{ say(m) if m.role == 'assistant' else m.content }}]{% endfor %}"
+    "{% if add_generation_prompt %}[{% endif %}",
+    "history and blocks": QWEN3,
+    "history": QWEN3.replace("{% generation %}", "").replace("{% endgeneration %}", ""),
+    "space": EACH.replace("-", ": ").replace("~", "\n\n"),
+    "lines": EACH.replace("-", "\n\n").replace("~", "</s>"),
+    "instructions": "{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{{ ' ' + m.content + eos_token }}{% else %}[INST] {{ m.content }} [/INST]{% endif %}"
+    "{% endfor %}",
+    "system in the last question": "{% for m in messages %}{% if m.role == 'assistant' %}"
+    " {{ m.content }}</s>{% else %}[INST]{{ 'S' * loop.last }}{{ m.content }}[/INST]{% endif %}"
+    "{% endfor %}",
+}
 
 
 def record(row, line: int = 1) -> Record:
@@ -66,21 +76,12 @@ def record(row, line: int = 1) -> Record:
 
 def found(text: str, *rows):
     template = ChatTemplate(text, "the template", TOKENS)
-    return [t for _, t in find_turns(template, [record(r, i) for i, r in enumerate(rows, 1)])]
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_only_messages_of_the_assistant_have_a_loss(name):
-    text, said = TEMPLATES[name]
-    (one,) = found(text, {"messages": CHAT, "id": 7})
-    assert [one.text[begin:end] for begin, end in one.spans] == said
-    plain = ChatTemplate(text, "", TOKENS).answer([{"messages": CHAT, "add_generation_prompt": 0}])
-    assert one.text == plain["texts"][0]
+    turns = find_turns(template, [record(r, i) for i, r in enumerate(rows, 1)])
+    return [t[0] if isinstance(t, list) and len(t) == 1 else t for _, t in turns]
 
 
 REFUSED = {
-    "earlier turns change": (WITHOUT_EARLIER_THOUGHTS, "turn 1 cannot be found: the text up to"),
-    "another opening": (CHATML.replace("assistant\n", "assistant\n<t>"), "the text before it is"),
+    "another opening": (CHATML.replace("assistant\n", "assistant\n<t>"), "turn 2 cannot be found"),
     "text changed afterwards": (
         "{% set x %}{% generation %} a {% endgeneration %}{% endset %}{{ x | trim }}",
         "changes the text",
@@ -186,6 +187,7 @@ VALUES = st.recursive(
     max_leaves=4,
 )
 OBJECTS = st.dictionaries(TEXT, VALUES, max_size=2)
+ASKING = st.sampled_from(["user", "tool"])
 
 
 @st.composite
@@ -251,23 +253,62 @@ def test_every_spelling_of_a_conversation_is_the_same_text(tmp_path, rows):
     assert [bytes(i.tolist()).decode() for i in ids] == [one.text] * 2
 
 
-def test_many_rows_in_small_parts(monkeypatch):
-    picky = "{% if messages[-1].content == '5' %}{{ raise_exception('no') }}{% endif %}" + CHATML
+@pytest.fixture(scope="module")
+def joining(tmp_path_factory):
+    """A tokenizer with tokens of two line ends and of a space before a letter."""
+    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ĊĊ", "Ġa"]
+    merges = [("Ċ", "Ċ"), ("Ġ", "a")]
+    made = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, merges))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(["</s>", "<|im_start|>", "<|im_end|>"])
+    path = tmp_path_factory.mktemp("joining") / "tokenizer.json"
+    made.save(str(path))
+    path.with_name("tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    return load_tokenizer(f"huggingface:{path}")
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@settings(max_examples=25, deadline=None, suppress_health_check=[*HealthCheck])
+@given(says=st.lists(st.tuples(ASKING, TEXT, TEXT), min_size=1, max_size=3))
+def test_every_turn_follows_the_tokens_of_its_prompt(tmp_path, joining, name, says):
+    (tmp_path / "t.jinja").write_text(TEMPLATES[name])
+    config = Config(data=DataConfig(chat_template=str(tmp_path / "t.jinja")))
+    pairs = [[{"role": r, "content": f"q{q}"}, {**SAID, "content": a}] for r, q, a in says]
+    messages = [*itertools.chain(*pairs)]
+    template = load_chat_template(joining, config.data.chat_template)
+    ((_, turns),), actual = find_turns(template, [record({"messages": messages})]), {}
+    for ids, has_loss in encode_turns(joining, turns):
+        edges = np.flatnonzero(np.diff(has_loss, prepend=0, append=0))
+        for begin, end in edges.reshape(-1, 2):
+            assert tuple(ids[:begin]) not in actual
+            actual[tuple(ids[:begin])] = joining.decode(ids[begin:end])
+    ends = range(1, len(messages), 2)
+    prompts = encoded(joining, config, [{"messages": messages[:end]} for end in ends])
+    befores = template.render([messages[:end] for end in ends])
+    wholes = template.render([messages[: end + 1] for end in ends], add_generation_prompt=False)
+    assert len(actual) == len(says)
+    for ids, before, whole, (*_, said) in zip(prompts, befores, wholes, says, strict=True):
+        text = actual[tuple(ids)]
+        if "loop.last" in TEMPLATES[name]:  # the question changes with the answer
+            assert text == f" {said}</s>"
+            continue
+        assert whole in (before + text, before + text + "\n", before + text + "]")
+
+
+def test_many_and_long_rows_in_small_parts(monkeypatch):
+    picky = (
+        "{% if messages[-1].content == 'yyyyy' %}{{ raise_exception('no') }}{% endif %}" + BLOCKS
+    )
     monkeypatch.setattr(turns, "_TEXTS_AT_ONCE", 7)
-    rows = [{"messages": [USER, {**SAID, "content": str(i)}]} for i in range(9)]
-    texts = found(picky, *rows)
-    assert isinstance(texts.pop(5), BadRow)
-    said = [t.text[slice(*t.spans[0])] for t in texts]
-    assert said == [f"{i}<|im_end|>\n" for i in range(9) if i != 5]
-
-
-def test_rows_that_are_long_together(monkeypatch):
     monkeypatch.setattr(chat, "MAX_CHARACTERS", 100)
-    rows = [{"messages": [USER, {**SAID, "content": "y" * n}]} for n in (60, 50, 120, 10)]
-    one, two, bad, last = found(BLOCKS, *rows)
-    assert [t.text.count("y") for t in (one, two, last)] == [60, 50, 10]
-    with pytest.raises(BadRow, match="renders more than 100 characters"):
-        raise bad
+    sizes = [0, 60, 50, 5, 120, *range(10, 14)]
+    texts = found(picky, *({"messages": [USER, {**SAID, "content": "y" * n}]} for n in sizes))
+    said = [isinstance(t, turns.Turns) and t.text.count("y") for t in texts]
+    assert said == [n if n not in (5, 120) else False for n in sizes]
+    for bad, error in ((texts[3], "no"), (texts[4], "renders more than 100 characters")):
+        with pytest.raises(BadRow, match=error):
+            raise bad
 
 
 def test_a_template_without_end_is_named_with_the_row(monkeypatch):

@@ -1,6 +1,8 @@
 """Chat templates: what they write, and what they may not do; tokens that end a text."""
 
+import json
 import os
+import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,12 +10,13 @@ import pytest
 from chats import CHATS, PLAIN, TEMPLATES, TOKENS
 from tokenizer_files import WORDS, folder
 
-from maxmeg.config.data import DataConfig
+from maxmeg.config.data import DataConfig, Objective
 from maxmeg.config.schema import Config
 from maxmeg.data.chat import template as chat
+from maxmeg.data.chat.ends import end_tokens, log_ends
 from maxmeg.data.chat.template import ChatTemplate, load_chat_template
 from maxmeg.data.tokenizers.load import load_tokenizer
-from maxmeg.inference.prompts import encoded, end_tokens
+from maxmeg.inference.prompts import encoded
 
 ONE = CHATS["one"]
 
@@ -143,9 +146,9 @@ def test_added_tokens_count_in_chats_alone(tmp_path):
     assert load_chat_template(tokenizer).text == PLAIN
     (tmp_path / "config.json").write_text('{"eos_token_id": 1}')
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>", "bos_token": "<s>"}')
-    assert end_tokens(tokenizer, 9) == (1,)
+    assert end_tokens(tokenizer, DataConfig(), 9) == (1,)
     ended = load_tokenizer(f"{spec}&eod=<|x|>")
-    assert end_tokens(ended, 9) == (ended.eod,) == (len(WORDS),)
+    assert end_tokens(ended, DataConfig(), 9) == (ended.eod,) == (len(WORDS),)
     assert load_chat_template(ended).tokens == {"eos_token": "<|x|>", "bos_token": "<s>"}
 
 
@@ -190,20 +193,44 @@ def test_opening_tokens_follow_the_post_processor(processor, config, opening, tm
     ],
 )
 def test_end_tokens_come_from_the_generation_config(files, ends, tmp_path):
-    assert end_tokens(folder(tmp_path, {"eos_token": "</s>"}, **files), 7) == ends
-    assert end_tokens(load_tokenizer("bytes"), 257) == (256,)
+    assert end_tokens(folder(tmp_path, {"eos_token": "</s>"}, **files), DataConfig(), 7) == ends
+    assert end_tokens(load_tokenizer("bytes"), DataConfig(), 257) == (256,)
 
 
-@pytest.mark.parametrize("wrong", [7, -1, "2", True, 2.0, [], [1, 7], {"a": 1}])
-def test_wrong_end_tokens_are_shown(wrong, tmp_path):
-    tokenizer = folder(tmp_path, generation_config={"eos_token_id": wrong})
-    with pytest.raises(ValueError, match=r"generation_config.json: eos_token_id=.* 0 to 6"):
-        end_tokens(tokenizer, 7)
+TURN = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}END{% endfor %}"
+BLOCK = (
+    "{% for m in messages %}{% generation %}{{ m.content }}END{% endgeneration %}</s>{% endfor %}"
+)
+TURNS = {  # template, text in place of END -> end tokens, what is logged
+    (TURN, "<|user|>\n"): ((1, 2), "turns with '<|user|>': it ends generation, as '</s>'"),
+    (TURN, "</s>\n"): ((1,), "^$"),
+    (TURN, ""): ((1,), "WARNING .*turn ends without a token, and generation ends at '</s>'"),
+    (TURN, " b"): ((1,), "WARNING .*turn ends with ' b', which is no special token"),
+    (BLOCK, "<|user|>"): ((1, 2), "turns with '<|user|>'"),
+    (BLOCK, ""): ((1,), "WARNING .*turn ends without a token"),
+}
 
 
-@pytest.mark.parametrize("text", ["[1]", "{", '"x"'])
-def test_settings_must_be_json_objects(text, tmp_path):
+@pytest.mark.parametrize("case", TURNS)
+def test_the_end_of_trained_turns_ends_generation(case, tmp_path, caplog):
+    tokenizer, (ends, logged) = folder(tmp_path, {"eos_token": "</s>"}), TURNS[case]
+    (tmp_path / "t.jinja").write_text(case[0].replace("END", case[1]))
+    data = DataConfig(chat_template=str(tmp_path / "t.jinja"))
+    assert end_tokens(tokenizer, data, 7) == (1,)
+    data.objective = Objective.sft
+    assert end_tokens(tokenizer, data, 7) == ends
+    with caplog.at_level("INFO", "maxmeg"):
+        log_ends(tokenizer, data)
+    assert re.search(logged, caplog.text.strip())
+
+
+WRONG = [{"eos_token_id": i} for i in (7, -1, "2", True, 2.0, [], [1, 7], {"a": 1})]
+
+
+@pytest.mark.parametrize("text", [*map(json.dumps, WRONG), "[1]", "{", '"x"'])
+def test_wrong_end_tokens_are_shown(text, tmp_path):
     tokenizer = folder(tmp_path)
     (tmp_path / "generation_config.json").write_text(text)
-    with pytest.raises(ValueError, match=r"is not valid JSON|not an object"):
-        end_tokens(tokenizer, 7)
+    error = "eos_token_id=.* 0 to 6|is not valid JSON|not an object"
+    with pytest.raises(ValueError, match=rf"generation_config.json.*({error})"):
+        end_tokens(tokenizer, DataConfig(), 7)

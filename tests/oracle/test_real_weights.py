@@ -26,12 +26,12 @@ from maxmeg.config import files
 from maxmeg.config.model import DType
 from maxmeg.config.schema import Config
 from maxmeg.data.build import build_dataset, open_corpus
+from maxmeg.data.chat.ends import end_tokens
 from maxmeg.data.chat.template import load_chat_template
 from maxmeg.data.loader import eval_batches
 from maxmeg.evals.perplexity import mean_loss
 from maxmeg.inference.engine import Engine
 from maxmeg.inference.load import Trained, load_run
-from maxmeg.inference.prompts import end_tokens
 from maxmeg.inference.requests import Request
 from maxmeg.inference.sampling import Sampling
 from maxmeg.parallel.placement import local_rows
@@ -163,7 +163,7 @@ def test_the_tokenizer_is_that_of_the_file(folder):
 def assert_same_text(ours: Trained, theirs) -> None:
     """Greedy, batched here and one at a time there."""
     tokenizer = ours.tokenizer
-    ends = end_tokens(tokenizer, ours.config.model.vocab_size)
+    ends = end_tokens(tokenizer, ours.config.data, ours.config.model.vocab_size)
     prompts = [tokenizer.encode(text) for text in PROMPTS]
     request = Request(NEW_TOKENS, Sampling(temperature=0), ends)
     actual = [reply.tokens for reply in Engine(ours).generate(prompts, request)]

@@ -1,7 +1,8 @@
 """Tokenize rows of chats or preferences, and mark the tokens that have a loss.
 
 Tokens and loss masks are made once per node, in parallel processes, and kept in the cache as two
-.bin/.idx pairs: one document per row, one sequence per text of the row.
+.bin/.idx pairs: one document per row, one sequence per text of the row. The tokens before a turn
+with a loss are those of its prompt, which `generate` and the server would send.
 """
 
 import collections
@@ -34,20 +35,29 @@ from maxmeg.data.prepare.documents import (
 )
 from maxmeg.data.prepare.encoding import Column
 from maxmeg.data.tokenizers.load import load_tokenizer
-from maxmeg.data.tokenizers.tokenizer import Tokenizer
+from maxmeg.data.tokenizers.tokenizer import Tokenizer, special_name
 from maxmeg.data.workers import in_processes
 
 LAYOUT = b"3"  # version of the files in the cache; a new version is made again
 MAX_WORKERS = 16
 _ROWS_AT_ONCE, _BYTES_AT_ONCE = 1024, 1 << 22  # limits of a chunk
 _REMEDY = "give the job more memory or fewer cores, then start again"
+_SEVERAL_TEXTS = (
+    "an answer has several turns of the assistant, and the prompt of a later one does not continue "
+    "the tokens of the turn before: give an answer of one turn, or a template that does not change "
+    "earlier turns (data.chat_template=FILE)"
+)
 # Tokens of rows, which of them have a loss, the rows of each form, messages about invalid rows.
+Encoded = tuple[np.ndarray, np.ndarray]
 Made = tuple[Column, Column, collections.Counter[str], list[str]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A kind of rows: its name in messages, and one reader for each text of a row."""
+    """A kind of rows: its name in messages, and its readers.
+
+    With one reader a row has one text or more, with several readers one text for each.
+    """
 
     name: str
     readers: tuple[Callable[[Record], Row | Turns], ...]
@@ -135,9 +145,12 @@ def _encode_rows(
     forms: collections.Counter[str] = collections.Counter()
     for record, *row in zip(records, *sides, strict=True):
         try:
-            texts += [encode_turns(tokenizer, turns) for _, turns in row]
+            encoded = [encode_turns(tokenizer, turns) for _, turns in row]
+            if len(encoded) > 1 and any(len(side) > 1 for side in encoded):
+                raise BadRow(_SEVERAL_TEXTS)
+            texts += itertools.chain(*encoded)
             ends.append(len(texts) - 1)
-            forms.update(turns.form for _, turns in row[:1] if isinstance(turns, Turns))
+            forms.update(turns[0].form for _, turns in row[:1] if isinstance(turns, list))
         except BadRow as error:
             problems.append(f"{record.place}: {error}")
     lengths = np.array([len(tokens) for tokens, _ in texts[1:]], np.int64)
@@ -160,59 +173,91 @@ def _write(files: Sequence[str], num_workers: int | None, folder: Path, *making:
         results = in_processes(_chunks(files), num_workers, _encoder, making, died)
     with contextlib.closing(results):
         vocab_size = load_tokenizer(spec).vocab_size
-        forms, num_tokens = _write_all((result for _, result in results), vocab_size, folder)
+        forms, num_texts, num_tokens = _write_all((r for _, r in results), vocab_size, folder)
     path = files[0] + f" and {len(files) - 1} more" * (len(files) > 1)
     if not forms:
         raise ValueError(f"{path} holds no {kind.name}: write one JSON object per line")
     named = {name: count for name, count in forms.items() if name}
     counts = ", ".join(f"{count:,} {name}" for name, count in named.items())
     shown = f" ({counts if len(named) > 1 else ''.join(named)})" * bool(named)
+    divided = f" as {num_texts:,} texts" * (num_texts > forms.total() * len(kind.readers))
     print(
-        f"chats: {forms.total():,} {kind.name} of {path}{shown}, {num_tokens:,} tokens, made in "
-        f"{time.monotonic() - start:.1f} s in {folder.parent}",
+        f"chats: {forms.total():,} {kind.name} of {path}{shown}{divided}, {num_tokens:,} tokens, "
+        f"made in {time.monotonic() - start:.1f} s in {folder.parent}",
         file=sys.stderr,
     )
 
 
 def _write_all(
     chunks: Iterable[Made], vocab_size: int, folder: Path
-) -> tuple[collections.Counter[str], int]:
-    """Write all chunks and return the rows of each form, and the number of tokens; ValueError that
-    names invalid rows."""
+) -> tuple[collections.Counter[str], int, int]:
+    """Write all chunks and return the rows of each form, and the numbers of texts and tokens;
+    ValueError that names invalid rows."""
     forms: collections.Counter[str] = collections.Counter()
     problems: list[str] = []
+    num_texts = 0
     tokens = IndexedWriter(folder / "tokens", vocab_size)
     with tokens, IndexedWriter(folder / "loss", dtype=np.uint8) as loss:
         for ids, has_loss, of_forms, bad in chunks:
             tokens.add_documents(ids.tokens, ids.lengths, ids.ends)
             loss.add_documents(has_loss.tokens, has_loss.lengths, has_loss.ends)
             forms += of_forms
+            num_texts += len(ids.lengths)
             problems += bad
             if len(problems) >= MAX_ERRORS:
                 break
         if problems:
             raise bad_rows_error(problems)
-    return forms, tokens.num_tokens
+    return forms, num_texts, tokens.num_tokens
 
 
-def encode_turns(tokenizer: Tokenizer, turns: Turns | BadRow) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of the whole text, and a uint8 mask of the tokens that overlap a span with a loss."""
+def encode_turns(tokenizer: Tokenizer, turns: list[Turns] | BadRow) -> list[Encoded]:
+    """Tokens of each text, and a uint8 mask of the tokens that have a loss."""
     if isinstance(turns, BadRow):
         raise turns
+    encoded = [each for text in turns for each in _encode_text(tokenizer, text)]
+    if not any(has_loss[1:].any() for _, has_loss in encoded):
+        raise BadRow("none of its tokens has a loss: the template marks no text of the assistant")
+    return [each for each in encoded if each[1][1:].any()]
+
+
+def _encode_text(tokenizer: Tokenizer, turns: Turns) -> Iterator[Encoded]:
+    """The tokens of a text, and their losses.
+
+    Where a token of the whole text joins a prompt's end and a span's beginning, as in an answer
+    after "Assistant: ", the span has a text of its own, in which the tokens begin anew at the span.
+    """
     try:
         check_unicode(turns.text, "the conversation")
     except ValueError as error:
         raise BadRow(str(error)) from None
+    end = np.array([tokenizer.eod] if turns.has_end else [], np.int32)
     ids, characters = tokenizer.encode_spans(turns.text, tokenizer.added)
-    has_loss = np.zeros(len(ids), np.uint8)
-    starts, ends = characters[:, 0], np.maximum(characters[:, 1], characters[:, 0] + 1)
-    for begin, end in turns.spans:
-        has_loss[(starts < end) & (ends > begin)] = 1
-    if turns.has_end:
-        ids, has_loss = np.append(ids, np.int32(tokenizer.eod)), np.append(has_loss, np.uint8(1))
-    if not has_loss[1:].any():
-        raise BadRow("none of its tokens has a loss: the template marks no text of the assistant")
-    return ids, has_loss
+    has_loss, starts = np.zeros(len(ids), np.uint8), characters[:, 0]
+    is_special = np.isin(ids, [*tokenizer.special_ids, *tokenizer.added.values()])
+    for begin, stop in turns.spans:
+        first, last = np.searchsorted(starts, (begin, stop)).tolist()
+        # What precedes a special token does not change the tokens after it.
+        known = np.flatnonzero(is_special[:first]).max(initial=0)
+        prompt = turns.text[starts[known] * (known > 0) : begin]
+        if np.array_equal(tokenizer.encode_marked(prompt, tokenizer.added), ids[known:first]):
+            has_loss[first:last] = 1
+            continue
+        prompt = tokenizer.encode_marked(turns.text[:begin], tokenizer.added)
+        answer = np.append(_encode_after(tokenizer, turns.text[begin:stop]), end)
+        has_loss_here = np.repeat(np.array([0, 1], np.uint8), (len(prompt), len(answer)))
+        yield np.append(prompt, answer), has_loss_here
+    if has_loss.any():
+        yield np.append(ids, end), np.append(has_loss, np.ones(len(end), np.uint8))
+
+
+def _encode_after(tokenizer: Tokenizer, text: str) -> np.ndarray:
+    """The tokens of a text that does not begin a document."""
+    mark = special_name(tokenizer, tokenizer.eod)
+    ids, characters = tokenizer.encode_spans(mark + text, tokenizer.added)
+    if len(ids) and ids[0] == tokenizer.eod and characters[0, 1] == len(mark):
+        return ids[1:]
+    return tokenizer.encode_marked(text, tokenizer.added)
 
 
 def open_prepared(folder: str) -> tuple[IndexedDataset, IndexedDataset]:

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning data: the rows of prepared folders that fit into a sequence."""
+"""Supervised fine-tuning data: the texts of prepared folders that fit into a sequence."""
 
 import collections
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ CHATS = Kind("conversations", (read_row,))
 class FittingRows(RebuiltInWorkers):
     """The rows of one split of prepared folders (`answers.prepare`) that fit into a sequence.
 
-    num_texts: texts per row. too_long: "drop" drops a row if one of its texts has more than
-    sequence_length + 1 tokens; "truncate" cuts the ends of such texts and drops the row only if
-    one of them then has no target with a loss. rows: (folder, row) numbers, [N, 2]; lengths: tokens
-    of each row's texts after truncation, [N, num_texts].
+    num_texts: texts per row; with 1, each text of a document is a row. too_long: "drop" drops a row
+    if one of its texts has more than sequence_length + 1 tokens; "truncate" cuts the ends of such
+    texts and drops the row only if one of them then has no target with a loss. rows: (folder, row)
+    numbers, [N, 2]; lengths: tokens of each row's texts after truncation, [N, num_texts].
     """
 
     def __init__(
@@ -40,7 +40,8 @@ class FittingRows(RebuiltInWorkers):
         counts, rows, lengths = collections.Counter(), [], []
         for folder, (tokens, _) in enumerate(self._datasets):
             begin, end = split_range(split, split_index, tokens.num_documents)
-            full = tokens.lengths[num_texts * begin : num_texts * end].reshape(-1, num_texts)
+            first, last = tokens.document_indices[[begin, end]].tolist()
+            full, begin = tokens.lengths[first:last].reshape(-1, num_texts), first // num_texts
             keep = np.asarray(full.max(axis=1) <= self._longest)
             counts["whole"] += int(keep.sum())
             for i in np.flatnonzero(~keep).tolist():
@@ -74,7 +75,7 @@ class FittingRows(RebuiltInWorkers):
 
 
 class Chats(FittingRows):
-    """The conversations of one split of prepared folders, as documents to pack."""
+    """The texts of the conversations of one split of prepared folders, as documents to pack."""
 
     def __init__(self, *part: Any) -> None:
         """part: the arguments of `FittingRows`, without num_texts."""
@@ -82,6 +83,6 @@ class Chats(FittingRows):
         self.lengths = self.lengths[:, 0]
 
     def read(self, i: int) -> Document:
-        """Tokens of conversation i, and which of them have a loss."""
+        """Tokens of text i, and which of them have a loss."""
         folder, row = self.rows[i].tolist()
         return self.read_text(folder, row, 0)

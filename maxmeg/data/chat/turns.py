@@ -1,10 +1,13 @@
 """Render conversations as text, and find the spans of the text that the assistant wrote.
 
-Templates with {% generation %} blocks mark these spans. For other templates they are found by
-rendering prefixes: the messages before a turn and the messages up to its end must each render to a
-prefix of the whole text; otherwise the row is refused.
+Each of the assistant's turns with a loss is rendered as the server would: its prompt holds the
+messages before it and ends with the template's generation prompt, and the text up to the end of the
+turn begins with this prompt. The turn is what follows the prompt, or what {% generation %} blocks
+mark. Turns whose prompts continue the text of the turn before share one text. A template that
+changes earlier turns, as Qwen 3's leaves out their thoughts, begins a new text.
 """
 
+import bisect
 import contextlib
 import dataclasses
 import itertools
@@ -31,7 +34,8 @@ Row = dict[str, typing.Any]
 
 @dataclasses.dataclass(frozen=True)
 class Turns:
-    """The text of a conversation, and the character ranges [begin, end) that have a loss.
+    """The text of a conversation up to the end of one of the assistant's turns, and the character
+    ranges [begin, end) that have a loss.
 
     has_end: append the end-of-document token, with a loss; chat templates write their own end.
     form: the name of the row's form.
@@ -114,8 +118,8 @@ def find_turns(
     template: ChatTemplate,
     records: Iterable[Record],
     read: Callable[[Record], Row | Turns] = read_row,
-) -> Iterator[tuple[Record, Turns | BadRow]]:
-    """Yield every record in order, with its turns or the reason why it is refused.
+) -> Iterator[tuple[Record, list[Turns] | BadRow]]:
+    """Yield every record in order, with the texts of its turns or the reason why it is refused.
 
     read: returns the conversation of a record, or its turns where no template is needed. ValueError
     where the template itself is invalid.
@@ -139,62 +143,141 @@ def find_turns(
     yield from _turns_of(template, batch)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Text:
+    """The text up to the end of a turn, and the spans of the turns in it that follow prompts.
+
+    first, last: indices among the row's parts of the first turn's prompt and of this text.
+    """
+
+    text: str
+    spans: list[tuple[int, int]]
+    first: int
+    last: int
+
+
 def _turns_of(template: ChatTemplate, batch: list[tuple[Record, Row | Turns | BadRow]]):
     rows = [row for _, row in batch if isinstance(row, dict)]
     places = [record.place for record, row in batch if isinstance(row, dict)]
     turns = iter(_render_rows(template, rows, places) if rows else ())
     for record, row in batch:
-        yield record, next(turns) if isinstance(row, dict) else row
+        if isinstance(row, dict):
+            yield record, next(turns)
+        else:
+            yield record, [row] if isinstance(row, Turns) else row
 
 
 def _render_rows(
     template: ChatTemplate, rows: Sequence[Row], places: Sequence[str]
-) -> Iterator[Turns | BadRow]:
-    whole = [_part(row, len(row["messages"]), False) for row in rows]
-    texts, has_blocks = _texts(template, whole, places, ("", ""))
-    parts = [_marked_parts(row) if has_blocks else _parts(row) for row in rows]
-    all_parts = [part for row_parts in parts for part in row_parts]
-    part_places = [place for place, own in zip(places, parts, strict=True) for _ in own]
-    rendered = iter(_texts(template, all_parts, part_places, MARKS)[0])
-    spans_of: Callable = _spans_by_marks if has_blocks else _spans_by_prefixes
-    forms = [row.get("form", "") for row in rows]
-    for text, row_parts, form in zip(texts, parts, forms, strict=True):
-        part_texts = [next(rendered) for _ in row_parts]
+) -> Iterator[list[Turns] | BadRow]:
+    parts = [_parts(row) for row in rows]
+    rendered, has_blocks = _render(template, parts, places, ("", ""))
+    pairs = zip(parts, rendered, strict=True)
+    texts = [_joined(of_row, texts_of_row, has_blocks) for of_row, texts_of_row in pairs]
+    marked: list[list[str | BadRow]] = [[] for _ in rows]
+    if has_blocks:
+        ends = [
+            [of_row[i] for text in known for i in (text.first, text.last)]
+            if not isinstance(known, BadRow)
+            else []
+            for of_row, known in zip(parts, texts, strict=True)
+        ]
+        marked, _ = _render(template, ends, places, MARKS)
+    for row, known, of_row in zip(rows, texts, marked, strict=True):
+        if isinstance(known, BadRow):
+            yield known
+            continue
         try:
-            for part in (text, *part_texts):
-                if isinstance(part, BadRow):
-                    raise part
-            assert isinstance(text, str)
-            yield Turns(text, spans_of(text, part_texts), form=form)
+            spans = _marked_spans(row, known, of_row) if has_blocks else [t.spans for t in known]
         except BadRow as error:
             yield error
-
-
-def _part(row: Row, end: int, opened: bool) -> Row:
-    """The template's variables for the messages before index `end`."""
-    variables = {"messages": row["messages"][:end], "tools": row["tools"]}
-    return {**variables, "add_generation_prompt": opened}
+            continue
+        form = row.get("form", "")
+        yield [Turns(t.text, each, form=form) for t, each in zip(known, spans, strict=True)]
 
 
 def _parts(row: Row) -> list[Row]:
-    """For each assistant turn with a loss: the messages before it, and the messages up to its end.
-
-    The last part is left out where it is the whole conversation.
-    """
-    parts = []
-    for number, message in enumerate(row["messages"]):
+    """The template's variables for each assistant turn with a loss: for its prompt, and for the
+    messages up to its end."""
+    messages, parts = row["messages"], []
+    for number, message in enumerate(messages):
         if number >= row["first"] and message["role"] == "assistant":
-            parts += [_part(row, number, True), _part(row, number + 1, False)]
-    return parts[:-1] if parts and parts[-1]["messages"] == row["messages"] else parts
+            for end, is_prompt in ((number, True), (number + 1, False)):
+                part = {"messages": messages[:end], "tools": row["tools"]}
+                parts.append({**part, "add_generation_prompt": is_prompt})
+    return parts
 
 
-def _marked_parts(row: Row) -> list[Row]:
-    """The whole conversation and, if earlier turns of the assistant have no loss, the messages
-    before the first with a loss."""
-    messages, first = row["messages"], row["first"]
-    ends = [len(messages)]
-    ends += [first] if any(m["role"] == "assistant" for m in messages[:first]) else []
-    return [_part(row, end, False) for end in ends]
+def _render(
+    template: ChatTemplate,
+    parts: Sequence[list[Row]],
+    places: Sequence[str],
+    marks: tuple[str, str],
+) -> tuple[list[list[str | BadRow]], bool]:
+    """The texts of each row's parts, as `_texts` returns them."""
+    part_places = [place for place, of_row in zip(places, parts, strict=True) for _ in of_row]
+    texts, has_blocks = _texts(template, [*itertools.chain(*parts)], part_places, marks)
+    rest = iter(texts)
+    return [[*itertools.islice(rest, len(of_row))] for of_row in parts], has_blocks
+
+
+def _joined(
+    parts: list[Row], rendered: list[str | BadRow], has_blocks: bool
+) -> list[_Text] | BadRow:
+    """The texts of a row's turns, each with all turns that it contains as the server would render
+    them; or the reason why there are none."""
+    texts: list[_Text] = []
+    for i in range(0, len(rendered), 2):
+        prompt, text = rendered[i : i + 2]
+        if has_blocks and isinstance(prompt, BadRow) and not texts:
+            prompt = ""  # templates may read messages[0], and the conversation may begin with this
+        for part in (prompt, text):
+            if isinstance(part, BadRow):
+                return part
+        assert isinstance(prompt, str) and isinstance(text, str)
+        if not text.startswith(prompt) and not has_blocks:
+            turn = _turn_after(prompt, text, parts[i + 1]["messages"])
+            text = prompt + turn if turn else text
+        if not text.startswith(prompt):
+            return BadRow(
+                f"the assistant's turn {i // 2 + 1} cannot be found: the prompt that asks for it "
+                "is not a prefix of the text up to its end. Give a template whose turns of the "
+                "assistant begin with its generation prompt (data.chat_template=FILE)"
+            )
+        spans, first = [(len(prompt), len(text))], i
+        if texts and prompt.startswith(texts[-1].text):
+            before = texts.pop()
+            spans, first = [*before.spans, *spans], before.first
+        texts.append(_Text(text, spans, first, i + 1))
+    return texts
+
+
+def _turn_after(prompt: str, text: str, messages: Sequence[Row]) -> str:
+    """What a template writes after a prompt that it changes as soon as the answer follows, as
+    Mistral's, which have the system message in the last question; "" where that is not clear.
+
+    It is what follows the end of the prompt, from the last message before the answer on.
+    """
+    asked, answer = (["", *(message["content"].strip() for message in messages)])[-2:]
+    lengths = range(len(prompt) + 1)
+    length = bisect.bisect_left(lengths, True, key=lambda n: prompt[len(prompt) - n :] not in text)
+    shared = prompt[len(prompt) - length + 1 :]  # the longest end of the prompt in the text
+    turn = text.rpartition(shared)[2] if shared else ""
+    return turn if asked and asked in shared and answer in turn else ""
+
+
+def _marked_spans(
+    row: Row, texts: list[_Text], marked: list[str | BadRow]
+) -> list[list[tuple[int, int]]]:
+    """The spans of the {% generation %} blocks in each text; marked: the prompt of each text's
+    first turn, and the text, with marks."""
+    spans = []
+    for text, before, whole in zip(texts, marked[::2], marked[1::2], strict=True):
+        if isinstance(whole, BadRow):
+            raise whole
+        num_before = before.count(MARKS[0]) if isinstance(before, str) else 0
+        spans.append(_spans_by_marks(text.text, whole, num_before if spans or row["first"] else 0))
+    return spans
 
 
 def _texts(
@@ -234,8 +317,9 @@ def _answer(
             parts = parts[: len(parts) // 2]
 
 
-def _spans_by_marks(text: str, marked: list[str]) -> list[tuple[int, int]]:
-    pieces = re.split(f"([{MARKS[0]}{MARKS[1]}])", marked[0])  # the odd elements are marks
+def _spans_by_marks(text: str, marked: str, num_before: int) -> list[tuple[int, int]]:
+    """The spans of all blocks of a text but the first `num_before`."""
+    pieces = re.split(f"([{MARKS[0]}{MARKS[1]}])", marked)  # the odd elements are marks
     if tuple(pieces[1::2]) != MARKS * (len(pieces) // 4):
         raise BadRow("the template's {% generation %} blocks are nested")
     if "".join(pieces[::2]) != text:
@@ -243,25 +327,5 @@ def _spans_by_marks(text: str, marked: list[str]) -> list[tuple[int, int]]:
             "the template changes the text of {% generation %} blocks after rendering them"
         )
     ends = list(itertools.accumulate(len(piece) for piece in pieces[::2]))
-    spans = list(zip(ends[0::2], ends[1::2], strict=False))
-    if len(marked) > 1:
-        spans = spans[marked[1].count(MARKS[0]) :]
+    spans = list(zip(ends[0::2], ends[1::2], strict=False))[num_before:]
     return [(begin, end) for begin, end in spans if begin < end]
-
-
-def _spans_by_prefixes(text: str, parts: list[str]) -> list[tuple[int, int]]:
-    spans = []
-    parts = [*parts, text] if len(parts) % 2 else parts
-    for turn, (before, up_to) in enumerate(zip(parts[::2], parts[1::2], strict=True), 1):
-        for shorter, longer, names in (
-            (before, up_to, "before it is not a prefix of the text up to its end"),
-            (up_to, text, "up to its end is not a prefix of the whole text"),
-        ):
-            if not longer.startswith(shorter):
-                raise BadRow(
-                    f"the assistant's turn {turn} cannot be found: the text {names}. Give a "
-                    "template with {% generation %} blocks around the assistant's text "
-                    "(data.chat_template=FILE)"
-                )
-        spans.append((len(before), len(up_to)))
-    return spans

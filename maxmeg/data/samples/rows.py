@@ -8,6 +8,7 @@ import numpy as np
 
 from maxmeg.config.data import DataConfig, Objective, Packing
 from maxmeg.data.chat.answers import prepare
+from maxmeg.data.chat.ends import log_ends
 from maxmeg.data.chat.sft import CHATS, Chats
 from maxmeg.data.corpus.indexed import IndexedDataset
 from maxmeg.data.labelled.dataset import LabelledDataset, open_labelled
@@ -80,8 +81,9 @@ def check_chats(chats: Chats, names: Sequence[str], tokenizer: Tokenizer, vocab_
         (wrong,) = np.nonzero(corpus.tokens[: corpus.num_tokens] >= vocab_size)
         if len(wrong):
             token = int(corpus.tokens[wrong[0] : wrong[0] + 1][0])
+            conversation = corpus.document_of(corpus.sequence_at(int(wrong[0]))) + 1
             raise ValueError(
-                f"{name}, conversation {corpus.sequence_at(int(wrong[0])) + 1}: token {token} "
+                f"{name}, conversation {conversation}: token {token} "
                 f"({tokenizer.decode([token])!r}) is not in the model's vocabulary of "
                 f"{vocab_size}: leave this token out of the text or the chat template, or "
                 "raise model.vocab_size"
@@ -109,6 +111,8 @@ def open_rows(
         documents = Chats(folders, part.split, part.index, length, config.too_long.value)
         if vocab_size < tokenizer.vocab_size:
             check_chats(documents, part.names, tokenizer, vocab_size)
+        if part.index == 0:
+            log_ends(tokenizer, config)
         remedy = ", set data.too_long=truncate,"
     else:
         documents, remedy = StoredDocuments(part, length), ""
@@ -131,6 +135,10 @@ def open_rows(
 
 
 def _ranges(documents: Chats | StoredDocuments, part: Part) -> list[int]:
-    """The number of sequences of each file in the split."""
-    bounds = [split_range(part.split, part.index, len(corpus)) for corpus in documents.corpora]
+    """The number of sequences, or of conversations, of each file in the split."""
+    sizes = [
+        corpus.num_documents if isinstance(documents, Chats) else len(corpus)
+        for corpus in documents.corpora
+    ]
+    bounds = [split_range(part.split, part.index, size) for size in sizes]
     return [end - begin for begin, end in bounds]

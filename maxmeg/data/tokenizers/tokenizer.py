@@ -136,6 +136,12 @@ def padding_of(tokenizer: Tokenizer, vocab_size: int) -> int:
     return tokenizer.eod if pad is None or pad >= vocab_size else pad
 
 
+def special_name(tokenizer: Tokenizer, token: int) -> str:
+    """The name of a special token in texts; "" if it has none."""
+    names = {i: name for name, i in tokenizer.added.items()}
+    return names.get(token) or tokenizer.decode([token])
+
+
 def missing_rows(tokenizer: Tokenizer, num_rows: int) -> tuple[str, ...]:
     """A note on the added tokens for which a model has no row; ValueError where other tokens have
     none."""
