@@ -31,7 +31,7 @@ _PREFIXES = "prefixes of .bin and .idx files, or folders of them"
 
 
 def run_inspect(arguments: Sequence[str]) -> int:
-    """Print what datasets hold; returns 1 where one of them has a problem."""
+    """Print what datasets hold. Returns 1 if one of them has a problem, 2 if one cannot be read."""
     parser = _parser("inspect", "Counts, lengths, a sample and problems of .bin/.idx files.")
     parser.add_argument("prefixes", nargs="*", metavar="PREFIX", help=_PREFIXES)
     parser.add_argument(
@@ -79,7 +79,7 @@ def run_inspect(arguments: Sequence[str]) -> int:
         command = f"maxmeg preprocess {shlex.join(sys.argv[1:])}"
         write_report(flags.report, inspections, uses, command)
         print(f"wrote {flags.report}")
-    return int(failed or any(inspection.problems for inspection in inspections))
+    return 2 if failed else int(any(inspection.problems for inspection in inspections))
 
 
 def _is_setting(word: str) -> bool:

@@ -26,7 +26,7 @@ def test_a_corpus_is_inspected(prefix, tmp_path, capsys):
     assert "verified, all match" in shown and Path(f"{tmp_path}/r.html").is_file()
     assert preprocess.main(["inspect", prefix, "--vocab_size=100"]) == 1
     assert "problem: " in capsys.readouterr().out
-    assert preprocess.main(["inspect", f"{tmp_path}/none", prefix]) == 1
+    assert preprocess.main(["inspect", f"{tmp_path}/none", prefix]) == 2
     shown = capsys.readouterr()
     assert "none.idx does not exist" in shown.err and "18 tokens" in shown.out
     assert preprocess.main(["inspect", prefix, "--report=x.svg"]) == 2
