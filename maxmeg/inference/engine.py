@@ -234,13 +234,14 @@ class Engine:
 
     def _take_masks(self, seconds: float, slow: bool = False) -> None:
         """Mark the requests that have their masks. Waits at most `seconds`: for all masks of
-        grammars that are not slow, or, with `slow`, for any mask."""
+        grammars that are not slow, or, with `slow`, for any mask. If several processes run the same
+        steps, it waits for all masks, so that the steps do not depend on time."""
         lacking = {job: active for job, active in self._active.items() if job.needs_mask}
         awaited = [
             active.mask
             for job, active in lacking.items()
-            if active.mask and active.matcher and job.lane is not None
-            if slow or not self._decides or not active.matcher.is_slow
+            if active.mask and active.matcher
+            if not self._decides or (job.lane is not None and (slow or not active.matcher.is_slow))
         ]
         until = concurrent.futures.FIRST_COMPLETED if slow else concurrent.futures.ALL_COMPLETED
         concurrent.futures.wait(awaited, seconds if self._decides else None, until)
