@@ -13,11 +13,15 @@ import numpy as np
 from starlette.responses import Response
 
 from maxmeg.config.options import Serve
+from maxmeg.data.chat.template import hugging_face_folder
+from maxmeg.data.tokenizers.tokenizer import Tokenizer, json_object
 from maxmeg.inference.load import Trained
 from maxmeg.inference.prompts import prompt_tokens
 from maxmeg.inference.requests import check_ids
 from maxmeg.server.errors import ApiError, Json
 from maxmeg.server.fields import Detokenize, Tokenize
+
+LARGEST = {"temperature": 2, "top_p": 1}
 
 
 class Served:
@@ -70,14 +74,31 @@ class Served:
         check_ids(np.array([0, *ids]), self.model.vocab_size)
         return self.tokenizer.decode(ids)
 
-    def info(self) -> dict[str, str | None]:
-        """What lm-eval asks for before it uses the tokenizer of a server."""
+    def info(self) -> dict[str, typing.Any]:
+        """What lm-eval asks for before it uses the tokenizer of a server, and the settings with
+        which the chat page begins."""
         tokenizer = self.tokenizer
         roles = {"eos": tokenizer.eod, "bos": tokenizer.bos, "pad": tokenizer.pad}
         named = {
             f"{k}_token": None if i is None else tokenizer.decode([i]) for k, i in roles.items()
         }
-        return {**named, "chat_template": self.template_text}
+        defaults = generation_defaults(tokenizer)
+        return {**named, "chat_template": self.template_text, "generation": defaults}
+
+
+def generation_defaults(tokenizer: Tokenizer) -> dict[str, float]:
+    """Return temperature and top_p of generation_config.json beside a tokenizer.json, as far as
+    the server takes their values."""
+    folder = hugging_face_folder(tokenizer)
+    settings = json_object(folder / "generation_config.json") if folder else {}
+    if settings.get("do_sample") is False:
+        return {}
+    values = {name: settings.get(name) for name in LARGEST}
+    return {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, int | float) and 0 < value <= LARGEST[name]
+    }
 
 
 def several(texts: str | Sequence) -> Sequence[str | Sequence[int]]:

@@ -19,6 +19,7 @@ class FakeAPI(ThreadingHTTPServer):
     """Answers until `gate` is shut; while it is, the second half of an answer waits.
 
     bodies: of all requests. key: what it asks for. template: whether the model has one.
+    generation: the settings with which the page begins.
     """
 
     def __init__(self) -> None:
@@ -26,7 +27,11 @@ class FakeAPI(ThreadingHTTPServer):
         self.gate, self.key, self.template = threading.Event(), "", True
         self.gate.set()
         self.bodies: list[dict] = []
+        self.generation: dict[str, float] = {}
         self.url = f"http://127.0.0.1:{self.server_port}/"
+
+    def info(self) -> dict:
+        return {"chat_template": "x" if self.template else None, "generation": self.generation}
 
     def pieces(self, asked: str) -> Iterator[str]:
         """The answer to a message: its number makes each one different."""
@@ -50,9 +55,9 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/":
             return self.send(200, PAGE.read_bytes(), "text/html; charset=utf-8")
         if self.path == "/tokenizer_info":
-            self.send_json(200, {"chat_template": "x" if self.server.template else None})
+            self.send_json(200, self.server.info())
         elif self.allowed():
-            models = [{"id": "smollm2", "object": "model"}]
+            models = [{"id": "smollm2", "object": "model", "max_model_len": 2048}]
             self.send_json(200, {"object": "list", "data": models})
 
     def do_POST(self):

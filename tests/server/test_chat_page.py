@@ -189,6 +189,15 @@ def test_settings_are_sent_when_set(page, api):
     assert body["messages"][0] == {"role": "system", "content": "Be brief."}
 
 
+def test_the_settings_of_the_model_are_those_of_the_page(browser, api):
+    api.generation = {"temperature": 0.6, "top_p": 0.95}
+    browser.open(api.url)
+    browser.wait_for("document.querySelector('#empty').textContent.includes('context of 2,048')")
+    assert ask(browser, "one") in browser.evaluate("document.body.textContent")
+    assert (api.bodies[-1]["temperature"], api.bodies[-1]["top_p"]) == (0.6, 0.95)
+    assert browser.evaluate("document.querySelector('.copy').textContent") == "Copy"
+
+
 def test_a_model_without_chat_template_continues_text(browser, api):
     api.template = False
     browser.open(api.url)
