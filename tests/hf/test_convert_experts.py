@@ -21,7 +21,7 @@ CASES = sparse() | {
         sparse()["deepseek v3"][1] | {"num_mtp_layers": 2},
     )
 }
-EXACT = "e_score_correction_bias"  # in float32, whatever the others are in
+EXACT = ("e_score_correction_bias", "expert_bias")  # in float32, whatever the others are in
 
 
 def make_folder(folder, name, **changes):
@@ -29,7 +29,7 @@ def make_folder(folder, name, **changes):
     family, settings = CASES[name]
     config = {**settings, **changes, "architectures": [family], "pad_token_id": 0}
     tensors = random_tensors(families.model_config(config), family)
-    tensors = {n: a.astype("f4") if EXACT in n else a for n, a in tensors.items()}
+    tensors = {n: a.astype("f4") if n.endswith(EXACT) else a for n, a in tensors.items()}
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     write_tensors(folder, tensors, max_shard_bytes=30_000)

@@ -31,7 +31,8 @@ from maxmeg.ops.recipes import RECIPES
 
 HIDDEN, HEADS, HEAD_DIM = 64, 4, 32
 MODELS = dense(HIDDEN, HEADS, HEAD_DIM) | sparse(HIDDEN, HEADS, HEAD_DIM)
-REFUSED = {"gpt 2": r"\[inputs, outputs\]", "gpt oss": "several matrices"}
+STACKED = ("gpt oss", "gpt oss, unscaled", "granite moe", "granite moe, shared")
+REFUSED = {"gpt 2": r"\[inputs, outputs\]", **dict.fromkeys(STACKED, "several matrices")}
 QUICK = [("llama", form) for form in FORMATS] + [("mixtral", Quantize.nvfp4)]
 ALIKE = ("llama 3", "mistral", "qwen 2", "qwen 3", "gemma 2", "olmo 2", "starcoder 2", "nemotron")
 NAMES = [name for name in MODELS if name not in (*REFUSED, *ALIKE)]  # as Llama, matrix by matrix
