@@ -167,6 +167,6 @@ def test_processes_on_this_host_are_looked_up(tmp_path):
 
 def test_invalid_limits_are_refused():
     assert not list(watchdog_problems(WatchdogConfig(step=0, silence=0, straggler=0)))
-    wrong = WatchdogConfig(step=-1, silence=1, straggler=float("nan"))
+    wrong = WatchdogConfig(step=-1, silence=1, straggler=-1.0)
     names = [problem.split("=")[0] for problem in watchdog_problems(wrong)]
     assert names == ["watchdog.step", "watchdog.silence", "watchdog.straggler"]

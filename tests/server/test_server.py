@@ -201,7 +201,7 @@ def test_tools_that_are_required_are_called(client, name):
 def test_replies_follow_a_schema_a_regex_and_a_grammar(client):
     pair = create_model("Pair", a=PLACES[0], b=(Literal["é", 2] | PLACES[0], ...), c=bool)
     request = {"model": NAME, "messages": CHAT, "temperature": 2.0, "response_format": pair}
-    request |= {"tools": TOOLS, "seed": 1}
+    request |= {"tools": TOOLS[:1], "seed": 1}
     reply = client.chat.completions.parse(**request).choices[0]
     assert reply.finish_reason == "stop" and isinstance(reply.message.parsed, pair)
     with client.chat.completions.stream(**request) as stream:
