@@ -1,10 +1,9 @@
 """Checks real vocabularies: `python benchmarks/vocabularies.py SPEC_OR_GGUF [...]`.
 
-A spec is that of `data.tokenizer`; a .gguf file is converted first. For each vocabulary: the bytes
-of every id are those that it decodes to inside a text, those of a text's tokens add up to the text
-as it is decoded, the text of a stream is that of all tokens, each token stands at its place in it,
-and a grammar forces the text. Counts of what fails are printed, and of texts that the tokenizer
-changes.
+SPEC is a value of `data.tokenizer`; a .gguf file is converted first. It checks that each token has
+the bytes that it decodes to inside a text, that the bytes of a text's tokens add up to the decoded
+text, that a stream gives the same text, that each token's offset is right, and that a grammar can
+force the text. It prints how many checks fail, and how many texts the tokenizer changes.
 """
 
 import functools

@@ -55,7 +55,7 @@ class Gate:
             answer = Json(text, error.status_code, error.headers)
             await answer(scope, receive, send_id)
         except (ClientDisconnect, TimeoutError):
-            pass  # nobody reads an answer
+            return  # nobody reads an answer
 
     def _check(self, path: str, headers: dict[bytes, bytes]) -> None:
         """ApiError for what is refused before the body is read."""
