@@ -13,7 +13,7 @@ import pytest
 REPOSITORY = Path(__file__).parent.parent
 EXAMPLES = REPOSITORY / "examples"
 SHOWN = {  # a part of what each prints; "": takes too long for tests
-    "own_text.py": r"LanguageModel\(.*own_text, step 600, 131,392 parameters.*\nReturn .{20}",
+    "own_text.py": r"LanguageModel\(.*own_text, step 600, 115,136 parameters.*\nReturn .{20}",
     "activations_and_steering.py": r"trained: [a-z. ]{20,}\nsteered: [a-z ]*[A-Z. ]{15,}",
     "custom_layer.py": r"step   0  loss 5\.\d+\n(.*\n)*step 100  loss 0\.[0-4]",
     "custom_loss_and_data.py": r"3 6 9 12\s+15 18 21 24 27 30",
