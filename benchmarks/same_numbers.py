@@ -82,8 +82,6 @@ RUNS = {
     "model.attention.softcap=5.0; model.attention.sinks=true; model.norm_place=sandwich; "
     "model.norm_one_plus=true; model.embedding_scale=3.0; model.logit_softcap=5.0; "
     "model.rotary.local_base=50.0; parallel.tensor=4; parallel.fsdp=2; model.recompute=selective",
-    "tensor overlap": "parallel.tensor=2; parallel.data=2; parallel.fsdp=2; "
-    "parallel.tensor_overlap=on; model.attention.num_kv_heads=2",
     "replicas without zero1": "parallel.data=4; parallel.fsdp=1; parallel.tensor=2; "
     "parallel.zero1=false; model.parallel_norms=true; model.layers=*(attention+mlp)",
     "ring": DOCUMENTS + "parallel.context=4; parallel.context_strategy=ring; parallel.fsdp=2; "

@@ -104,8 +104,20 @@ SYNONYMS = {
     "convert": "export import",
     "plan": "estimate",
 }
+# What was removed, and what to do instead. Of a setting or a flag: the values that changed nothing,
+# which saved runs hold; of setting=value: the value in its place, which such runs get.
+_OVERLAP = "leave it out: XLA runs transfers over tensor beside other work"
+REMOVED = {
+    "parallel.tensor_overlap": ("auto off", _OVERLAP),
+    "tp-comm-overlap": ("", _OVERLAP),
+}
 DEVICES = "gpus gpu num_gpus n_gpus device devices num_devices nproc_per_node"  # not settings
 _ROOTS = ("runs", "configs", "data", "checkpoints", "models")  # folder names, not users of the Hub
+
+
+def removed(path: str) -> str:
+    """Return the message for a setting, or for path=value, that was removed; empty for others."""
+    return f"{path} was removed: {REMOVED[path][1]}" if path in REMOVED else ""
 
 
 def nearest(name: str, paths: Iterable[str]) -> str | None:

@@ -62,12 +62,6 @@ class ExpertExchange(enum.Enum):
     ragged = "ragged"
 
 
-class TensorOverlap(enum.Enum):
-    auto = "auto"
-    on = "on"
-    off = "off"
-
-
 class ExpertDrop(enum.Enum):
     position = "position"
     weight = "weight"

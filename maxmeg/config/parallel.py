@@ -4,7 +4,7 @@ import dataclasses
 import enum
 import math
 
-from maxmeg.config.mixers import ExpertExchange, TensorOverlap
+from maxmeg.config.mixers import ExpertExchange
 from maxmeg.config.setting import Section, setting
 
 
@@ -102,13 +102,6 @@ class ParallelConfig(Section):
     )
     tensor: int = setting(
         1, "tensor-parallel size; the sequence is sharded too", "--tensor-model-parallel-size"
-    )
-    tensor_overlap: TensorOverlap = setting(
-        TensorOverlap.auto,
-        "on | off: attention (not MLA) and mlp multiply in parts beside transfers over tensor; "
-        "auto: off until a GPU has timed it",
-        "--tp-comm-overlap",
-        needs="tensor",
     )
     zero1: bool = setting(
         True,

@@ -167,10 +167,9 @@ class Attention(Mixer):
     def __call__(
         self, h_BLD: Float[Array, "B L D"], ctx: Context, cache: tuple | None = None
     ) -> tuple[Float[Array, "B L D"], tuple | None, dict]:
-        """(partial sums over tensor, new cache, values of `reported`); with `overlap` input and
-        output are of the local sequence shard, the output complete sums."""
-        aux, overlap, projections = {}, self.spec.overlap, (self.query, self.key, self.value)
-        q_BLI, k_BLI, v_BLI = project(projections, h_BLD, ctx, overlap)
+        """(partial sums over tensor, new cache, values of `reported`)."""
+        aux, projections = {}, (self.query, self.key, self.value)
+        q_BLI, k_BLI, v_BLI = project(projections, h_BLD, ctx)
         heads = (*q_BLI.shape[:2], -1, self.spec.head_dim)
         q_BLI, gate_BLI = self.queries_and_gates(stored(q_BLI, "query"))
         q_BLHK = normalized(q_BLI, self.query_norm, heads)
@@ -190,7 +189,7 @@ class Attention(Mixer):
         out_BLI = out_BLHK.reshape(*heads[:2], -1)
         if gate_BLI is not None:
             out_BLI *= jax.nn.sigmoid(gate_BLI)
-        return (self.out.summed if overlap else self.out)(out_BLI, ctx), cache, aux
+        return self.out(out_BLI, ctx), cache, aux
 
     def queries_and_gates(self, q_BLI: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Of a projection whose heads have a query and, with `output_gate`, then a gate."""

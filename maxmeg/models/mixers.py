@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable
 
 from maxmeg.config.context import KINDS, strategy_of
-from maxmeg.config.layers import ENCODER, OVERLAPPED
-from maxmeg.config.mixers import ExpertDrop, QkNorm, TensorOverlap
+from maxmeg.config.layers import ENCODER
+from maxmeg.config.mixers import ExpertDrop, QkNorm
 from maxmeg.config.model import ModelConfig, Position
 from maxmeg.config.parallel import ParallelConfig, Schedule
 from maxmeg.layers.attention import AttentionSpec
@@ -310,13 +310,12 @@ def side_of(mixers: tuple[str, ...]) -> Side:
 def sublayer_spec(
     config: ModelConfig, parallel: ParallelConfig, mixers: tuple[str, ...]
 ) -> ResidualSpec:
-    overlap = parallel.tensor_overlap is TensorOverlap.on and OVERLAPPED.issuperset(mixers)
     specs = [MIXERS[name](config, parallel) for name in mixers]
     scales = {"mamba": config.mamba.output_scale, "mlp": config.mlp.output_scale}
     scales |= dict.fromkeys(KINDS, config.attention.output_scale)
     return ResidualSpec(
         norm_spec(config),
-        tuple(dataclasses.replace(spec, overlap=overlap) for spec in specs),
+        tuple(specs),
         dropout=config.dropout_hidden,
         place="none" if "raw_attention" in mixers else config.norm_place.value,
         own_norms=config.parallel_norms and len(mixers) > 1,

@@ -46,7 +46,7 @@ from maxmeg.planning.cost.unit import Unit
 NORMS = {"norm", "norms", "post_norm", "final_norm", "query_norm", "kv_norm"}  # modules
 MIXERS = {"mla": "attention"}
 MOE_PARTS = {"experts": "experts", "shared": "shared expert", "shared_gate": "shared expert"}
-HOW = ("tensor_overlap", "context_strategy", "context_inner")  # of mixers, in ParallelConfig
+HOW = ("context_strategy", "context_inner")  # of mixers, in ParallelConfig
 ITEMSIZE = {DType.float32: 4, DType.bfloat16: 2, DType.float16: 2}
 
 
