@@ -20,8 +20,10 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+os.environ["NPROC"] = "32"  # threads: with fewer, XLA's CPU runtime can deadlock
 os.environ["XLA_FLAGS"] = " ".join(
     (
         os.environ.get("XLA_FLAGS", ""),
@@ -99,8 +101,7 @@ RUNS = {
     "model.num_layers=4; model.dtype=bfloat16; optim.masters=remainders; optim.moments=bfloat16",
     "zero bubble mla": STAGES + MLA + "parallel.schedule=zero_bubble; parallel.fsdp=4; "
     "model.layers=*(mla,mlp); model.mtp.num_layers=1; model.num_layers=4",
-    "gpipe": STAGES + "parallel.schedule=gpipe; parallel.fsdp=2; parallel.context=2; "
-    "model.recompute=full",
+    "1f1b full": STAGES + "parallel.fsdp=2; parallel.context=2; model.recompute=full",
     "padded hybrid": "model.layers=*(mamba attention+mamba,mlp); model.num_layers=3; "
     "model.mamba.head_dim=8; model.mamba.state_size=6; model.mamba.chunk=4; parallel.pipe=2; "
     "parallel.pad_layers=true; parallel.context=2; parallel.tensor=2; parallel.fsdp=1; "
@@ -187,13 +188,14 @@ def config_of(text: str) -> Config:
     )
 
 
-def samples(config: Config) -> dict[str, np.ndarray]:
+def samples(config: Config) -> dict[str, Any]:
     """Return random arrays of a global batch, as the config's objective needs them."""
     rng, data = np.random.default_rng(0), config.data
     size, length = config.train.global_batch_size, data.sequence_length
     shape, places_L = (size, length), np.arange(length, dtype=np.int32)
     ids = [rng.integers(0, config.model.vocab_size, shape, dtype=np.int32) for _ in range(2)]
-    batch = {"tokens": ids[0], "targets": ids[1], "positions": np.broadcast_to(places_L, shape)}
+    batch: dict[str, Any] = {"tokens": ids[0], "targets": ids[1]}
+    batch["positions"] = np.broadcast_to(places_L, shape)
     batch["loss_mask"] = np.float32(rng.random(shape) < 0.8)
     if data.has_segments:  # two documents a row, and up to four tokens of padding
         cuts_B1 = rng.integers(2, length // 2 + 1, (size, 1))
@@ -229,7 +231,10 @@ def run(name: str) -> dict[str, list[str]]:
     state = create_state(config, program.optimizer, program.abstract)
     size = config.train.global_batch_size
     batch = place_batch(samples(config), program.rows, program.mesh, size)
-    controls = {"learning_rate": np.float32(config.optim.lr), "weight_decay": np.float32(0.1)}
+    controls: dict[str, Any] = {
+        "learning_rate": np.float32(config.optim.lr),
+        "weight_decay": np.float32(0.1),
+    }
     controls["stop"] = place_flag(False, program.mesh)
     found: dict[str, list[str]] = {"loss": [], "grad_norm": []}
     for _ in range(STEPS):

@@ -110,14 +110,19 @@ _OVERLAP = "leave it out: XLA runs transfers over tensor beside other work"
 REMOVED = {
     "parallel.tensor_overlap": ("auto off", _OVERLAP),
     "tp-comm-overlap": ("", _OVERLAP),
+    "parallel.schedule=gpipe": ("one_f_one_b", "use one_f_one_b: as fast, in less memory"),
 }
 DEVICES = "gpus gpu num_gpus n_gpus device devices num_devices nproc_per_node"  # not settings
 _ROOTS = ("runs", "configs", "data", "checkpoints", "models")  # folder names, not users of the Hub
 
 
 def removed(path: str) -> str:
-    """Return the message for a setting, or for path=value, that was removed; empty for others."""
-    return f"{path} was removed: {REMOVED[path][1]}" if path in REMOVED else ""
+    """Return the message for a setting, or for path=value, that was removed; empty for others.
+
+    path: also without its section.
+    """
+    names = (name for name in REMOVED if name == path or name.endswith(f".{path}"))
+    return next((f"{name} was removed: {REMOVED[name][1]}" for name in names), "")
 
 
 def nearest(name: str, paths: Iterable[str]) -> str | None:

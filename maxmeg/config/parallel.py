@@ -14,7 +14,6 @@ class GradientDType(enum.Enum):
 
 
 class Schedule(enum.Enum):
-    gpipe = "gpipe"
     one_f_one_b = "one_f_one_b"
     zero_bubble = "zero_bubble"
 
@@ -116,7 +115,7 @@ class ParallelConfig(Section):
     )
     schedule: Schedule = setting(
         Schedule.one_f_one_b,
-        "pipeline schedule: one_f_one_b | zero_bubble (separate weight gradients) | gpipe",
+        "pipeline schedule: one_f_one_b | zero_bubble (separate weight gradients)",
     )
     chunks: int = setting(
         1,
