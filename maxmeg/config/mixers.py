@@ -75,6 +75,20 @@ class AttentionConfig(Section):
         "--kv-channels",
         at_least=0,
     )
+    local_head_dim: int = setting(
+        0, "head size of the mixer local (Gemma 4); 0: as in the others", at_least=0
+    )
+    local_kv_heads: int = setting(
+        0, "number of key/value heads of the mixer local (Gemma 4); 0: as in others", at_least=0
+    )
+    keys_as_values: bool = setting(
+        False,
+        "in mixers other than local, values are the key projection before its norm and rotation "
+        "(Gemma 4)",
+    )
+    value_norm: bool = setting(
+        False, "normalize the values of each head, without weights (Gemma 4)"
+    )
     causal: bool = setting(
         True,
         "a token attends to itself and earlier tokens only; false: to all tokens (bidirectional, "

@@ -143,6 +143,11 @@ class ModelConfig(Section):
     embedding_scale: float = setting(
         1.0, "factor of the embeddings (Gemma: sqrt(hidden_size))", "--mup-embedding-mult"
     )
+    layer_scale: bool = setting(
+        False,
+        "multiply each layer's output, the residual stream, by a number that is not trained: 1, or "
+        "that of an imported model (Gemma 4)",
+    )
     residual_scale: float = setting(
         1.0, "factor of every sublayer's output, before the residual sum (Granite)", above=0
     )
@@ -236,6 +241,11 @@ class ModelConfig(Section):
     @property
     def head_size(self) -> int:
         return self.attention.head_dim or self.hidden_size // max(self.attention.num_heads, 1)
+
+    @property
+    def local_head_size(self) -> int:
+        """Head size of the mixer local."""
+        return self.attention.local_head_dim or self.head_size
 
     @property
     def mamba_heads(self) -> int:

@@ -13,7 +13,7 @@ from maxmeg.config.model import ModelConfig, NormPlace, Position
 from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.positions import RotaryScaling
 from maxmeg.config.recompute import recompute_problems
-from maxmeg.config.recurrent import DELTA_KERNEL_SIZES, SCAN_KERNEL_SIZES, ScanBackend
+from maxmeg.config.recurrent_rules import delta_problems, mamba_problems
 from maxmeg.config.schema import Config
 from maxmeg.config.setting import (
     bound_problems,
@@ -37,6 +37,8 @@ READERS |= {"mup.base_head_dim": KINDS}
 READERS |= {"mlp.gate_scale": ("mlp",), "mlp.output_scale": ("mlp",)}
 LOCAL = ("local", "local_mla")
 READERS |= dict.fromkeys(("attention.window", "attention.chunk", "rotary.local_base"), LOCAL)
+READERS |= dict.fromkeys(("attention.local_head_dim", "attention.local_kv_heads"), ("local",))
+OF_DECODERS = ("temperature_length", "keys_as_values", "value_norm")  # not of mla either
 # What Sinkhorn's algorithm replaces.
 NOT_WITH_SINKHORN = (
     "aux_loss",
@@ -177,6 +179,11 @@ def head_problems(model: ModelConfig) -> Iterator[str]:
             f"model.attention.num_heads={num_heads}: choose num_heads in "
             f"{divisors(model.hidden_size)}, or set model.attention.head_dim"
         )
+    elif num_heads % (local := model.attention.local_kv_heads or 1):
+        yield (
+            f"model.attention.num_heads={num_heads} is not divisible by "
+            f"model.attention.local_kv_heads={local}: choose it in {divisors(num_heads)}"
+        )
     elif model.kv_heads < 1 or num_heads % model.kv_heads:
         yield (
             f"model.attention.num_heads={num_heads} is not divisible by "
@@ -202,11 +209,12 @@ def window_problems(model: ModelConfig) -> Iterator[str]:
             f"model.attention.window={window} and model.attention.chunk={chunk} exclude each "
             "other: set one of them to 0"
         )
-    if model.attention.temperature_length and model.has_source:
-        yield (
-            f"model.attention.temperature_length={model.attention.temperature_length} is for "
-            "models without an encoder: set it to 0"
-        )
+    for name in OF_DECODERS if model.has_source else ():
+        if value := getattr(model.attention, name):
+            yield (
+                f"{shown(f'model.attention.{name}', value)} is for models without an encoder: "
+                "leave it out"
+            )
     if base and not base >= 1:
         yield f"model.rotary.local_base={base} must be at least 1, or 0"
     if model.is_mla and model.has("attention", "local", "raw_attention", "nope_attention"):
@@ -279,7 +287,8 @@ def rotary_problems(model: ModelConfig) -> Iterator[str]:
     rotary, kind = model.rotary, model.rotary.scaling
     if kind is RotaryScaling.none:
         return
-    if kind not in (RotaryScaling.linear, RotaryScaling.ntk) and rotary.original_length < 2:
+    without_length = RotaryScaling.linear, RotaryScaling.ntk, RotaryScaling.proportional
+    if kind not in without_length and rotary.original_length < 2:
         yield (
             f"model.rotary.original_length={rotary.original_length} must be the length before "
             f"scaling (at least 2) with scaling={kind.name}"
@@ -311,7 +320,7 @@ def mla_problems(model: ModelConfig) -> Iterator[str]:
         ("attention.num_kv_heads", model.kv_heads != heads.num_heads, "set it to 0"),
         ("attention.qk_norm", heads.qk_norm is not QkNorm.none, "set it to none"),
         ("attention.output_gate", heads.output_gate, "set it to false"),
-        ("attention.temperature_length", heads.temperature_length > 0, "set it to 0"),
+        *((f"attention.{n}", bool(getattr(heads, n)), "leave it out") for n in OF_DECODERS),
         ("rotary.fraction", rotary.fraction != 1, "mla.rotary_size says it: set it to 1"),
     ):
         if broken:
@@ -319,70 +328,6 @@ def mla_problems(model: ModelConfig) -> Iterator[str]:
                 f"{shown(f'model.{path}', get(model, path))} does not apply to multi-latent "
                 f"attention (mixer mla): {remedy}"
             )
-
-
-def mamba_problems(model: ModelConfig) -> Iterator[str]:
-    mamba, heads = model.mamba, model.mamba_heads
-    if not mamba.num_heads and 2 * model.hidden_size % mamba.head_dim:
-        yield (
-            f"model.mamba.head_dim={mamba.head_dim} does not divide 2 x model.hidden_size="
-            f"{2 * model.hidden_size}: choose it in {divisors(2 * model.hidden_size)}, or set "
-            "model.mamba.num_heads"
-        )
-    elif heads % model.mamba_groups:
-        yield (
-            f"model.mamba.num_groups={mamba.num_groups} does not divide the {heads} heads of "
-            f"Mamba-2: choose it in {divisors(heads)}, or change model.mamba.num_heads"
-        )
-    if mamba.max_step and mamba.max_step < mamba.min_step:
-        yield (
-            f"model.mamba.max_step={mamba.max_step} is smaller than min_step={mamba.min_step}: "
-            "raise it, or set it to 0, which is no limit"
-        )
-    if mamba.chunk < 2 or mamba.chunk & (mamba.chunk - 1):
-        yield f"model.mamba.chunk={mamba.chunk} must be a power of 2: choose 64, 128 or 256"
-    most = SCAN_KERNEL_SIZES
-    if mamba.backend is ScanBackend.mosaic and (
-        mamba.state_size > most[0] or mamba.head_dim > most[1]
-    ):
-        yield (
-            f"model.mamba.backend=mosaic takes state_size up to {most[0]} and head_dim up to "
-            f"{most[1]}, not {mamba.state_size} and {mamba.head_dim}: set backend=auto or xla"
-        )
-    if mamba.scales and len(mamba.scales) != 5:
-        yield (
-            f"model.mamba.scales={mamba.scales} must be 5 factors, of z, x, B, C and dt, or none"
-        )
-
-
-def delta_problems(model: ModelConfig) -> Iterator[str]:
-    delta, keys = model.delta, model.delta_key_heads
-    if delta.num_heads % keys:
-        yield (
-            f"model.delta.num_key_heads={keys} does not divide the {delta.num_heads} heads of the "
-            f"delta rule: choose it in {divisors(delta.num_heads)}, or change "
-            "model.delta.num_heads"
-        )
-    if model.has("kda") and keys != delta.num_heads:
-        yield (
-            f"model.delta.num_key_heads={keys} is for gated_delta only: the mixer kda has queries "
-            "and keys for every head, set it to 0"
-        )
-    if delta.chunk < 2 or delta.chunk & (delta.chunk - 1):
-        yield f"model.delta.chunk={delta.chunk} must be a power of 2: choose 32, 64 or 128"
-    if delta.backend is not ScanBackend.mosaic:
-        return
-    if model.has("kda"):
-        yield (
-            "model.delta.backend=mosaic is for gated_delta only, and model.layers="
-            f"{model.layers!r} has kda, whose decays are those of channels: set backend=auto or xla"
-        )
-    most, value = DELTA_KERNEL_SIZES, model.delta_value_size
-    if delta.key_size > most[0] or value > most[1]:
-        yield (
-            f"model.delta.backend=mosaic takes key_size up to {most[0]} and value_size up to "
-            f"{most[1]}, not {delta.key_size} and {value}: set backend=auto or xla"
-        )
 
 
 def moe_problems(model: ModelConfig) -> Iterator[str]:

@@ -80,6 +80,7 @@ def qk_clip_problems(config: Config) -> Iterator[str]:
     needed = (
         ("model.attention.qk_norm", model.attention.qk_norm, QkNorm.none),
         ("model.attention.softcap", model.attention.softcap, 0.0),
+        ("model.attention.keys_as_values", model.attention.keys_as_values, False),
         ("lora.rank", config.lora.rank, 0),
     )
     for name, value, wanted in needed:

@@ -11,6 +11,7 @@ class RotaryScaling(enum.Enum):
     linear = "linear"
     ntk = "ntk"
     dynamic = "dynamic"
+    proportional = "proportional"
     llama3 = "llama3"
     yarn = "yarn"
     longrope = "longrope"
@@ -49,7 +50,7 @@ class RotaryConfig(Section):
         "ratio of the longest sequence to original_length, >= 1",
         "--rope-scaling-factor",
         at_least=1,
-        needs="scaling=linear|ntk|dynamic|llama3|yarn|longrope",
+        needs="scaling=linear|ntk|dynamic|proportional|llama3|yarn|longrope",
         effect="adapted",
     )
     original_length: int = setting(

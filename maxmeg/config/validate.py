@@ -196,6 +196,11 @@ def head_problems(model: ModelConfig, tensor: int):
             ("attention.num_heads", "attention.num_kv_heads"),
         ),
         (
+            ("local",) * (model.attention.local_kv_heads > 0),
+            (model.attention.num_heads, model.attention.local_kv_heads),
+            ("attention.num_heads", "attention.local_kv_heads"),
+        ),
+        (
             ("mamba",),
             (model.mamba_heads, model.mamba_groups),
             ("mamba.num_heads", "mamba.num_groups"),

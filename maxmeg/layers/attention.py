@@ -37,10 +37,12 @@ class AttentionSpec(MixerSpec):
     qk_norm_over: "head" (each head), "heads" (all heads of a token together) or "l2" (each head,
     without a weight). causal, window, chunk, softcap, scale: as in ops.attention.spec.ScoreSpec.
     temperature: of queries that grow with their position, or None.
-    sinks: a learned logit per head in the softmax's denominator. buckets, distance: of the relative
-    biases (ops.attention.spec); 0: none. output_gate: outputs of heads are
-    multiplied by the sigmoid of gates, which follow the queries in their projection. context: how
-    devices with other parts of the sequence attend to each other's keys. clip: QK-clip, or None.
+    keys_as_values: values are the outputs of the key projection. value_norm: normalization of the
+    values of each head, without a weight, or None. sinks: a learned logit per head in the softmax's
+    denominator. buckets, distance: of the relative biases (ops.attention.spec); 0: none.
+    output_gate: outputs of heads are multiplied by the sigmoid of gates, which follow the queries
+    in their projection. context: how devices with other parts of the sequence attend to each
+    other's keys. clip: QK-clip, or None.
     std, out_std: standard deviations of the initial input and output weights. spans_devices:
     whether queries attend to keys on other devices along context.
     """
@@ -54,6 +56,8 @@ class AttentionSpec(MixerSpec):
     rotary: RotarySpec | None = RotarySpec()
     qk_norm: NormSpec | None = None
     qk_norm_over: str = "head"
+    keys_as_values: bool = False
+    value_norm: NormSpec | None = None
     bias_qkv: bool = False
     bias_out: bool = False
     dropout: float = 0.0
@@ -100,7 +104,8 @@ class AttentionSpec(MixerSpec):
         return Attention(key, self)
 
     def weights(self) -> int:
-        heads = (2 + self.output_gate) * self.num_heads + 2 * self.num_kv_heads
+        heads = (2 + self.output_gate) * self.num_heads
+        heads += (2 - self.keys_as_values) * self.num_kv_heads
         return self.hidden_size * self.head_dim * heads
 
     def parts(self, length: int, memory_length: int) -> int:
@@ -116,7 +121,8 @@ class AttentionSpec(MixerSpec):
     def widths(self, tensor: int = 1) -> Widths:
         keys = max(self.num_kv_heads, tensor) * self.head_dim
         queries = self.num_heads * self.head_dim * (1 + self.output_gate)
-        return self._with_heads({"query": queries, "key": keys, "value": keys})
+        values = {} if self.keys_as_values else {"value": keys}
+        return self._with_heads({"query": queries, "key": keys, **values})
 
     def _with_heads(self, stored: dict[str, int], gathered: tuple[int, ...] = ()) -> Widths:
         queries = self.num_heads * self.key_size
@@ -161,24 +167,30 @@ class Attention(Mixer):
         queries, of_head = H * K * (1 + spec.output_gate), (K,) * (1 + spec.output_gate)
         self.query = Linear(keys[0], (D, queries), ("embed", "heads"), std, bias, of_head)
         self.key = Linear(keys[1], (D, G * K), ("embed", "kv_heads"), std, bias, (K,))
-        self.value = Linear(keys[2], (D, G * K), ("embed", "kv_heads"), std, bias, (K,))
+        inward = keys[2], (D, G * K), ("embed", "kv_heads"), std, bias, (K,)
+        self.value = None if spec.keys_as_values else Linear(*inward)
         self.out = Linear(keys[3], (H * K, D), ("heads", "embed"), spec.out_std, spec.bias_out)
         self.sinks = nnx.Param(jnp.zeros(H), axes=("heads",)) if spec.sinks else None
         self.query_norm = qk_norm(spec, H, "heads")
         self.key_norm = qk_norm(spec, G, "kv_heads")
+        values = spec.value_norm
+        self.value_norm = None if values is None else Norm(K, values, "head_dim", weighted=False)
         set_kv_heads((self.key, self.value, self.key_norm), G)
 
     def __call__(
         self, h_BLD: Float[Array, "B L D"], ctx: Context, cache: tuple | None = None
     ) -> tuple[Float[Array, "B L D"], tuple | None, dict]:
         """(partial sums over tensor, new cache, values of `reported`)."""
-        aux, projections = {}, (self.query, self.key, self.value)
-        q_BLI, k_BLI, v_BLI = project(projections, h_BLD, ctx)
+        aux, projections = {}, [self.query, self.key]
+        projections += [] if self.value is None else [self.value]
+        q_BLI, k_BLI, *values = project(projections, h_BLD, ctx)
         heads = (*q_BLI.shape[:2], -1, self.spec.head_dim)
         q_BLI, gate_BLI = self.queries_and_gates(stored(q_BLI, "query"))
         q_BLHK = normalized(q_BLI, self.query_norm, heads)
-        k_BLGK = normalized(stored(k_BLI, "key"), self.key_norm, heads)
-        v_BLGK = stored(v_BLI, "value").reshape(heads)
+        k_BLI = stored(k_BLI, "key")
+        v_BLI = stored(values[0], "value") if values else k_BLI
+        k_BLGK = normalized(k_BLI, self.key_norm, heads)
+        v_BLGK = normalized(v_BLI, self.value_norm, heads)
         if self.spec.rotary is not None:
             by = ctx.rotation(self.spec.rotary, self.spec.head_dim)
             q_BLHK = rotate(q_BLHK, by, self.spec.rotary.interleaved)

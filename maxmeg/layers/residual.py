@@ -4,6 +4,7 @@ post_norm(x + dropout(mixers(x)))."""
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -29,6 +30,7 @@ class ResidualSpec:
     after_gradients: if n > 0, backward computes the weight gradients of n sublayers, from this one
     on, before it goes on to the one before. side: of an encoder-decoder's residual stream; None:
     the stream has one. adds: whether the output is added to the input, or takes its place.
+    has_scale: multiply the sum by a number that is not trained, state of the model (Gemma 4).
     """
 
     norm: NormSpec
@@ -40,6 +42,7 @@ class ResidualSpec:
     after_gradients: int = 0
     side: Side | None = None
     adds: bool = True
+    has_scale: bool = False
 
 
 class Residual(nnx.Module):
@@ -59,6 +62,8 @@ class Residual(nnx.Module):
         self.norms = nnx.Dict(norms) if has_pre_norm and spec.own_norms else None
         self.post_norm = Norm(width, spec.norm) if place not in ("pre", "none") else None
         self.mixers = nnx.Dict(mixers)
+        one = nnx.Variable(jnp.ones(1), axes=(None,), state=True) if spec.has_scale else None
+        self.scale = one
 
     def __call__(
         self, x_BLD: Float[Array, "B L D"], ctx: Context, cache: dict | None = None
@@ -105,6 +110,8 @@ class Residual(nnx.Module):
         x_BLD = x_BLD + y_BLD if self.spec.adds else y_BLD
         if self.post_norm is not None and after_sum:
             x_BLD = self.post_norm(x_BLD)
+        if self.scale is not None:
+            x_BLD *= self.scale[...].astype(x_BLD.dtype)
         return x_BLD, None if cache is None else new_cache, aux
 
     def init_cache(self, size: CacheSize) -> dict:

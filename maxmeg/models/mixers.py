@@ -84,11 +84,13 @@ def attention_spec(
     return AttentionSpec(
         hidden_size=config.hidden_size,
         num_heads=heads.num_heads,
-        num_kv_heads=config.kv_heads,
-        head_dim=config.head_size,
+        num_kv_heads=(heads.local_kv_heads if local else 0) or config.kv_heads,
+        head_dim=config.local_head_size if local else config.head_size,
         rotary=rotary_spec(config, local) if is_rotary else None,
         qk_norm=norm if normalizes else None,
         qk_norm_over=heads.qk_norm.value,
+        keys_as_values=heads.keys_as_values and not local,
+        value_norm=norm if heads.value_norm else None,
         bias_qkv=heads.bias_qkv,
         bias_out=heads.bias_out,
         dropout=heads.dropout,
@@ -294,6 +296,8 @@ def pattern(config: ModelConfig, parallel: ParallelConfig | None = None) -> Patt
 
     def sublayers(layers):
         specs = [[sublayer_spec(config, parallel, names) for names in kind] for kind in layers]
+        for layer in specs if config.layer_scale else ():
+            layer[-1] = dataclasses.replace(layer[-1], has_scale=True)
         for layer in specs[1:]:
             layer[0] = dataclasses.replace(layer[0], after_gradients=apart * len(layer))
         return tuple(spec for layer in specs for spec in layer)

@@ -21,6 +21,7 @@ class RotaryScaling:
       frequencies with more than `high`, interpolate between.
     - "yarn": the same by dimension; `low` is beta slow, `high` beta fast; `truncate`: round to
       whole dimensions (Peng et al., 2023).
+    - "proportional": the first 1 / factor of the frequencies, then zeros (Gemma 4).
     - "longrope": divide each frequency by its short_factors entry, or by its long_factors entry in
       rows longer than original_length (Ding et al., 2024).
 
@@ -156,7 +157,13 @@ def yarn(scaling: RotaryScaling, plain: np.ndarray, base: float) -> np.ndarray:
     return plain * (1 - divided + divided / scaling.factor)
 
 
+def proportional(scaling: RotaryScaling, plain: np.ndarray, base: float) -> np.ndarray:
+    rotated = int(plain.size / scaling.factor + 1e-6)
+    return np.where(np.arange(plain.size) < rotated, plain, 0)
+
+
 STATIC = {
+    "proportional": proportional,
     "none": lambda scaling, plain, base: plain,
     "linear": lambda scaling, plain, base: plain / scaling.factor,
     "ntk": ntk,

@@ -44,7 +44,9 @@ EXPERTS = {
         EXPERTS,
         EXPERTS | {"mla.query_rank": 10, "mlp.activation": Activation.gelu},
         {"attention.qk_norm": QkNorm.head, "attention.num_kv_heads": 4, "tied": True},
-        {"attention.qk_norm": QkNorm.l2},
+        {"attention.qk_norm": QkNorm.l2, "layers": "*(local,mlp attention,mlp)"}
+        | {"attention.chunk": 4, "attention.local_head_dim": 6, "attention.local_kv_heads": 2}
+        | {"attention.keys_as_values": True, "attention.value_norm": True, "layer_scale": True},
     ],
 )
 def test_formulas_count_every_array(fields):

@@ -11,6 +11,7 @@ from maxmeg.hf.families.classifier_tables import CLASSIFIERS
 from maxmeg.hf.families.delta_tables import DELTA
 from maxmeg.hf.families.encoder_tables import ENCODERS
 from maxmeg.hf.families.expert_tables import SPARSE
+from maxmeg.hf.families.gemma4_tables import GEMMA4
 from maxmeg.hf.families.hybrid_tables import HYBRID
 from maxmeg.hf.families.keys import TOKENS, Ignored, Keys, refused
 from maxmeg.hf.families.llama4_tables import GROWING
@@ -24,6 +25,7 @@ FAMILIES: dict[str, Family] = {
     **SIMILAR,
     **SPARSE,
     **GROWING,
+    "Gemma4ForCausalLM": GEMMA4,
     **HYBRID,
     **MAMBA,
     **DELTA,
@@ -34,7 +36,7 @@ FAMILIES: dict[str, Family] = {
 # Only the language models of these are read.
 VISION_LANGUAGE = {
     f"{name}ForConditionalGeneration": f"{name}ForCausalLM"
-    for name in ("Gemma3", "Llama4", "Qwen3_5", "Qwen3_5Moe")
+    for name in ("Gemma3", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe")
 } | {"Mistral3ForConditionalGeneration": "MistralForCausalLM"}
 MAMBA1 = ("JambaForCausalLM", "MambaForCausalLM", "FalconMambaForCausalLM")
 MAMBA1_REMEDY = (

@@ -224,7 +224,7 @@ def module_name(name: str, model: ModelConfig, kind: Layer, first: int) -> str:
     at, mixers = first + number, kind[number]
     if rest == "norm" and model.parallel_norms and len(mixers) > 1:
         return f"sublayers.{at}.norms.{mixer}"
-    if rest in ("norm", "post_norm"):
+    if rest in ("norm", "post_norm", "scale"):
         # The one norm of a parallel block is listed under its first mixer.
         return f"sublayers.{at}.{rest}" if is_alike(next(iter(mixers))) else ""
     return f"sublayers.{at}.mixers.{mixer.removeprefix('encoder_')}.{rest}"

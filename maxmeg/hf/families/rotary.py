@@ -47,6 +47,7 @@ KINDS = {  # keys of each scaling, and their values where they are missing or nu
         "attention_factor": 0,
         "truncate": True,
     },
+    "proportional": {"factor": REQUIRED},
     "longrope": {
         "short_factor": REQUIRED,
         "long_factor": REQUIRED,
@@ -82,7 +83,7 @@ class Rotary(Part):
     default: float = 10000.0
     fraction: str = "partial_rotary_factor"
     fraction_default: float = 0.0
-    kinds: tuple[str, ...] = tuple(KINDS)
+    kinds: tuple[str, ...] = tuple(kind for kind in KINDS if kind != "proportional")
     original: int = 0
     local: str = ""
     missing: Mapping[str, typing.Any] = dataclasses.field(default_factory=dict)

@@ -28,7 +28,7 @@ def num_parameters(model: ModelConfig) -> tuple[int, int]:
     biases = 2 * is_relative * model.relative.buckets * model.attention.num_heads
     encoders = 2 if model.head.biencoder is Biencoder.separate else 1
     total = biases + encoders * (tables * D + _bert(model)) + model.mtp.num_layers * depth
-    total += sum(_layer(model, layer) for layer in layers)
+    total += sum(_layer(model, layer) for layer in layers) + model.layer_scale * len(kinds)
     sparse = sum("moe" in mixers for layer in layers for mixers in layer)
     idle = (model.moe.num_experts - model.moe.top_k) * sparse
     return total, total - (idle * _expert(model) if sparse else 0)
@@ -58,12 +58,13 @@ def _layer(model: ModelConfig, layer: tuple[tuple[str, ...], ...]) -> int:
     return total
 
 
-def _attention(model: ModelConfig) -> int:
-    D, H, G, K = model.hidden_size, model.attention.num_heads, model.kv_heads, model.head_size
-    bias = model.attention.bias_qkv
-    total = _linear(D, H * K * (1 + model.attention.output_gate), bias) + 2 * _linear(
-        D, G * K, bias
-    )
+def _attention(model: ModelConfig, is_local: bool = False) -> int:
+    heads, D, H, G = model.attention, model.hidden_size, model.attention.num_heads, model.kv_heads
+    G = (heads.local_kv_heads if is_local else 0) or G
+    K = model.local_head_size if is_local else model.head_size
+    projections = 1 if heads.keys_as_values and not is_local else 2
+    total = _linear(D, H * K * (1 + heads.output_gate), heads.bias_qkv)
+    total += projections * _linear(D, G * K, heads.bias_qkv)
     normed = {QkNorm.head: (K, K), QkNorm.heads: (H * K, G * K)}
     total += sum(_norm(model, width) for width in normed.get(model.attention.qk_norm, ()))
     return total + _heads_out(model, K)
@@ -148,7 +149,7 @@ def _norm(model: ModelConfig, width: int) -> int:
 
 MIXERS = {
     "attention": _attention,
-    "local": _attention,
+    "local": functools.partial(_attention, is_local=True),
     "raw_attention": _attention,
     "nope_attention": _attention,
     "mla": _mla,

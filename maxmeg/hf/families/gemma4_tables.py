@@ -1,0 +1,148 @@
+"""The table of Gemma 4's dense text models, whose global layers have heads of other sizes."""
+
+import dataclasses
+
+from maxmeg.config.mixers import QkNorm
+from maxmeg.config.model import ModelConfig, NormPlace
+from maxmeg.hf.families.keys import (
+    Choice,
+    Fields,
+    Fixed,
+    Ignored,
+    Json,
+    Key,
+    Keys,
+    Part,
+    ScaledEmbedding,
+    checked,
+    refused,
+)
+from maxmeg.hf.families.rotary import KINDS, UnscaledLocal
+from maxmeg.hf.families.tables import (
+    ATTENTION_BIAS,
+    ATTENTION_DROPOUT,
+    GATED,
+    GEMMA_LAYER,
+    HEAD_NORMS,
+    ROOT,
+    SEEING,
+    Family,
+    numerics,
+    sizes,
+    tied,
+)
+from maxmeg.hf.families.windows import FULL, AlternatingWindow
+
+SHARED = "attention_k_eq_v"
+HEAD_DIM, KV_HEADS = "global_head_dim", "num_global_key_value_heads"
+
+
+class GlobalHeads(Part):
+    """Size and number of the key/value heads of layers without a sliding window, in which the key
+    projection may be the value projection too."""
+
+    def read(self, keys: Keys, fields: Fields) -> None:
+        head_dim, kv_heads = keys.read("head_dim", 256, int), fields["attention.num_kv_heads"]
+        shared = keys.read(SHARED, False, bool)
+        own = self.of_global_layers(keys, fields)
+        fields["attention.head_dim"] = checked(HEAD_DIM, own.get("head_dim", head_dim), int)
+        own_kv_heads = checked(KV_HEADS, own.get("num_key_value_heads", kv_heads), int)
+        fields["attention.num_kv_heads"] = own_kv_heads
+        fields["attention.keys_as_values"] = shared and not all(fields["local"])
+        if any(fields["local"]):
+            fields |= {"attention.local_head_dim": head_dim, "attention.local_kv_heads": kv_heads}
+
+    def of_global_layers(self, keys: Keys, fields: Fields) -> Json:
+        """The settings of global layers, which are listed by layer in newer files."""
+        head_dim, kv_heads = keys.read(HEAD_DIM, 512, int), keys.take(KV_HEADS)
+        keys.fixed.pop("per_layer_config", None)
+        if (listed := keys.take("per_layer_config")) is None:
+            if kv_heads is None or not keys.values.get(SHARED):
+                return {"head_dim": head_dim}
+            return {"head_dim": head_dim, "num_key_value_heads": kv_heads}
+        is_map = isinstance(listed, dict) and all(str(number).isdecimal() for number in listed)
+        found = {int(number): own for number, own in listed.items()} if is_map else {}
+        own = next(iter(found.values()), None)
+        layers = {number for number, is_local in enumerate(fields["local"]) if not is_local}
+        if not isinstance(own, dict) or found != dict.fromkeys(layers, own):
+            raise refused("per_layer_config", listed, f"it must be the same in all {FULL}")
+        return own
+
+    def write(self, model: ModelConfig) -> Json:
+        heads = model.attention
+        local = (heads.local_head_dim or model.head_size, heads.local_kv_heads or model.kv_heads)
+        return {
+            "head_dim": local[0],
+            "num_key_value_heads": local[1],
+            HEAD_DIM: model.head_size,
+            KV_HEADS: model.kv_heads if heads.keys_as_values else None,
+            SHARED: heads.keys_as_values,
+        }
+
+
+class NoPerLayerEmbeddings(Part):
+    """hidden_size_per_layer_input must be 0, which is not its default."""
+
+    name = "hidden_size_per_layer_input"
+
+    def read(self, keys: Keys, fields: Fields) -> None:
+        if size := keys.read(self.name, 256, int, zero=True):
+            remedy = "embeddings of each layer (E2B, E4B) are not supported: choose a model with 0"
+            raise refused(self.name, size, remedy)
+
+    def write(self, model: ModelConfig) -> Json:
+        return {self.name: 0}
+
+
+@dataclasses.dataclass(frozen=True)
+class ProportionalRotary(UnscaledLocal):
+    """In global layers a fraction of the frequencies rotates: `factor` is one over it."""
+
+    kinds: tuple[str, ...] = ("proportional", *KINDS)
+    parts = "rope_parameters", "partial_rotary_factor"
+
+    def read(self, keys: Keys, fields: Fields) -> None:
+        name, fraction = self.parts
+        settings = keys.values.get(name, {FULL: {"rope_type": "proportional", fraction: 0.25}})
+        full = dict(settings.get(FULL) or {}) if isinstance(settings, dict) else {}
+        if full.get("rope_type") == "proportional":
+            full["factor"] = 1 / checked(fraction, full.pop(fraction, 1.0), float)
+            keys.values = {**keys.values, name: {**settings, FULL: full}}
+        super().read(keys, fields)
+
+    def write(self, model: ModelConfig) -> Json:
+        name, fraction = self.parts
+        written = super().write(model)
+        written.pop("rope_scaling")
+        full = written[name][FULL]
+        if full["rope_type"] == "proportional":
+            full[fraction] = 1 / full.pop("factor")
+        return written
+
+
+GEMMA4 = Family(
+    model_type="gemma4_text",
+    parts=sizes(262144, 2304, 30, 8, 4, 9216)
+    + numerics(131072, 1e-6)
+    + [AlternatingWindow(6, default=512), GlobalHeads(), NoPerLayerEmbeddings()]
+    + [ATTENTION_BIAS, ATTENTION_DROPOUT, tied(True), ScaledEmbedding()]
+    + [Choice("hidden_activation", "mlp.activation", "gelu_pytorch_tanh", GATED)]
+    + [Key("final_logit_softcapping", "logit_softcap", None, null=True)]
+    + [Fixed("enable_moe_block", False), Fixed("num_kv_shared_layers", 0)]
+    + [Ignored("use_double_wide_mlp", "vocab_size_per_layer_input", "num_experts")]
+    + [Ignored("top_k_experts", "moe_intermediate_size")]
+    + [Fixed("use_bidirectional_attention", "vision")]
+    + [ProportionalRotary(default=1e6)],
+    layers={**GEMMA_LAYER, **HEAD_NORMS},
+    constants={
+        **ROOT,
+        "norm_place": NormPlace.sandwich,
+        "attention.qk_norm": QkNorm.head,
+        "attention.value_norm": True,
+        "attention.scale": 1.0,
+        "layer_scale": True,
+    },
+    arrays={"mlp.scale": "layer_scalar"},
+    ignored=(*SEEING["ignored"], r"^(model\.)?(audio_tower|embed_vision|embed_audio)\."),
+    renamed=SEEING["renamed"],
+)
