@@ -169,6 +169,8 @@ class Attention(Mixer):
         self.key = Linear(keys[1], (D, G * K), ("embed", "kv_heads"), std, bias, (K,))
         inward = keys[2], (D, G * K), ("embed", "kv_heads"), std, bias, (K,)
         self.value = None if spec.keys_as_values else Linear(*inward)
+        if spec.keys_as_values:
+            self.fused_projections = (("query", "key"),)
         self.out = Linear(keys[3], (H * K, D), ("heads", "embed"), spec.out_std, spec.bias_out)
         self.sinks = nnx.Param(jnp.zeros(H), axes=("heads",)) if spec.sinks else None
         self.query_norm = qk_norm(spec, H, "heads")

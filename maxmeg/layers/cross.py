@@ -75,6 +75,7 @@ class CrossAttention(Attention):
 
     def keys_and_values(self, memory_BMD: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
         """[B, M, G, K] each."""
+        assert self.value is not None
         k_BMI, v_BMI = project((self.key, self.value), memory_BMD, ctx)
         heads = *memory_BMD.shape[:2], -1, self.spec.head_dim
         k_BMGK = normalized(stored(k_BMI, "key"), self.key_norm, heads)

@@ -31,7 +31,7 @@ from maxmeg.hf.families.tables import (
     sizes,
     tied,
 )
-from maxmeg.hf.families.windows import FULL, AlternatingWindow
+from maxmeg.hf.families.windows import FULL, SLIDING, AlternatingWindow
 
 SHARED = "attention_k_eq_v"
 HEAD_DIM, KV_HEADS = "global_head_dim", "num_global_key_value_heads"
@@ -94,6 +94,12 @@ class NoPerLayerEmbeddings(Part):
         return {self.name: 0}
 
 
+MISSING = {
+    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25},
+    SLIDING: {"rope_theta": 10000.0},
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class ProportionalRotary(UnscaledLocal):
     """In global layers a fraction of the frequencies rotates: `factor` is one over it."""
@@ -103,7 +109,7 @@ class ProportionalRotary(UnscaledLocal):
 
     def read(self, keys: Keys, fields: Fields) -> None:
         name, fraction = self.parts
-        settings = keys.values.get(name, {FULL: {"rope_type": "proportional", fraction: 0.25}})
+        settings = keys.values.get(name, MISSING)
         full = dict(settings.get(FULL) or {}) if isinstance(settings, dict) else {}
         if full.get("rope_type") == "proportional":
             full["factor"] = 1 / checked(fraction, full.pop(fraction, 1.0), float)

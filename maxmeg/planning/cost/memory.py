@@ -8,6 +8,7 @@ import math
 
 from maxmeg.config.parallel import GPUS_A_NODE
 from maxmeg.config.recompute import POLICIES
+from maxmeg.parallel.rules import is_state
 from maxmeg.planning.cost import context, experts
 from maxmeg.planning.cost.attention import keeps_attention, stored_attention
 from maxmeg.planning.cost.backward import (
@@ -349,7 +350,8 @@ def freed(work: Workload) -> list[int]:
 def parameter_memory(work: Workload) -> dict[str, int]:
     """Bytes of the parameters and of the arrays of their size, under any recompute policy.
 
-    masters: float32 parameters, or bfloat16 ones and remainders, sharded by RULES and ZeRO-1.
+    masters: float32 parameters, or bfloat16 ones and remainders, sharded by RULES and ZeRO-1; and
+    state that is not trained, in float32.
     optimizer: moments and averages (optim.ema), sharded like the masters, and histories of delayed
     scaling. optim.offload moves moments and averages to the host, and masters as
     `host_master_bytes` says.
@@ -370,10 +372,11 @@ def parameter_memory(work: Workload) -> dict[str, int]:
         for shard in trained
         if _is_copied(work, shard)
     )
-    frozen = sum(shard.stored for shard in work.shards) - stored
+    state = sum(shard.stored for shard in work.shards if is_state(shard.parameter.variable))
+    frozen = sum(shard.stored for shard in work.shards) - stored - state
     moments = sum(moment_bytes(work, shard) for shard in trained)
     averages = sum(average_bytes(work, shard) for shard in trained)
-    masters = FLOAT32 * stored
+    masters = FLOAT32 * (stored + state)
     if work.config.optim.offload:
         moments, averages = 0, 0
         masters -= sum(host_master_bytes(work, shard) for shard in trained)
