@@ -64,7 +64,7 @@ class QuantizationConfig(Section):
     )
     margin: int = setting(
         0,
-        "the scales leave room for magnitudes 2^margin times the largest one of the history",
+        "the scales leave room for magnitudes 2^margin times the amax",
         "--fp8-margin",
         at_least=0,
         at_most=16,
@@ -79,22 +79,22 @@ class QuantizationConfig(Section):
     )
     amax_algorithm: AmaxAlgorithm = setting(
         AmaxAlgorithm.max,
-        "the magnitude that a scale is made for: max: the largest of the history | most_recent: "
-        "that of the last step",
+        "the amax that determines a scale: max: the largest of the history | most_recent: "
+        "the last step's",
         "--fp8-amax-compute-algo",
         needs="recipe=delayed",
     )
     dispatch: bool = setting(
         False,
-        "send tokens to experts in E4M3, and in backward the gradients of their outputs; what "
-        "experts send back stays in model.dtype (DeepSeek-V3). Needs parallel.expert",
+        "send tokens to experts in E4M3, and in backward the gradients of the experts' outputs; "
+        "the way back stays in model.dtype (DeepSeek-V3). Needs parallel.expert",
         needs="recipe=tensorwise|delayed|blockwise|mxfp8",
     )
     backend: BlockBackend = setting(
         BlockBackend.auto,
-        "xla: blockwise's products are of operands dequantized to 16 bits, so it saves memory and "
-        "communication but no time | mosaic: our kernel for Hopper multiplies the 8-bit operands, "
-        "those of experts with model.moe.backend=batched or mosaic; it has not run on a GPU yet | "
-        "auto: xla, or what benchmarks/gpu.py --choices has measured to be faster",
+        "matrix products of blockwise. xla: operands are dequantized to 16 bits, which saves memory "
+        "and communication but no time | mosaic: our kernel for Hopper multiplies the 8-bit "
+        "operands (of experts with model.moe.backend=batched or mosaic); it has not run on a GPU "
+        "yet | auto: xla, or the backend that benchmarks/gpu.py --choices has measured as faster",
         needs="recipe=blockwise",
     )
