@@ -92,8 +92,8 @@ class QuantizationConfig(Section):
     )
     backend: BlockBackend = setting(
         BlockBackend.auto,
-        "matrix products of blockwise. xla: operands are dequantized to 16 bits, which saves memory "
-        "and communication but no time | mosaic: our kernel for Hopper multiplies the 8-bit "
+        "matrix products of blockwise. xla: operands are dequantized to 16 bits, which saves "
+        "memory and communication but no time | mosaic: our kernel for Hopper multiplies the 8-bit "
         "operands (of experts with model.moe.backend=batched or mosaic); it has not run on a GPU "
         "yet | auto: xla, or the backend that benchmarks/gpu.py --choices has measured as faster",
         needs="recipe=blockwise",
