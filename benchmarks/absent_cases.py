@@ -24,8 +24,7 @@ from maxmeg.planning.compile import compile_report
 class Case:
     """A named architecture on `gpus` GPUs. micro_batch: samples per device and microbatch.
 
-    layers, length: 0 means the architecture's. recompute: the default of the command. overlap:
-    parallel.tensor_overlap=on, which older checkouts do not have.
+    layers, length: 0 means the architecture's. recompute: the default of the command.
     """
 
     model: str
@@ -36,14 +35,9 @@ class Case:
     length: int = 0
     recompute: str = "minimal"
     layers: int = 0
-    overlap: bool = False
 
     def config(self) -> Config:
         parallel = ParallelConfig(**self.parallel)
-        if self.overlap:
-            from maxmeg.config.mixers import TensorOverlap
-
-            parallel.tensor_overlap = TensorOverlap.on
         shards = self.gpus // (parallel.pipe * parallel.tensor * parallel.context)
         train = TrainConfig(
             global_batch_size=self.micro_batch * self.microbatches * shards,

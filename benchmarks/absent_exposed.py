@@ -1,7 +1,7 @@
 """What products of a train step hide of its collectives: `python benchmarks/absent_exposed.py`.
 
     python benchmarks/absent_exposed.py MODEL[:LAYERS[:MICROBATCHES]] GPUS [AXIS=SIZE ...]
-        [--recompute=minimal] [--length=8192] [--overlap] [--flags="--xla_..."] [--top=N]
+        [--recompute=minimal] [--length=8192] [--flags="--xla_..."] [--top=N]
     python benchmarks/absent_exposed.py --table [--cases=NAME,...] [--checkout=FOLDER]
         [--hlo=FOLDER]
 
@@ -277,7 +277,6 @@ def main() -> None:
     parser.add_argument("axes", nargs="*", type=lambda text: text.split("="), help="fsdp=16 ...")
     parser.add_argument("--recompute", default="minimal", help="minimal, selective, full")
     parser.add_argument("--length", type=int, default=0, help="tokens of a sequence")
-    parser.add_argument("--overlap", action="store_true", help="parallel.tensor_overlap=on")
     parser.add_argument("--flags", default="", help="further XLA_FLAGS")
     parser.add_argument("--top", type=int, default=0, help="list so many collectives")
     parser.add_argument("--table", action="store_true", help="a row of Markdown for each case")
@@ -297,7 +296,7 @@ def main() -> None:
     layers, microbatches = (int(count) for count in (counts + ["0", "1"][len(counts) :]))
     axes = {axis: int(size) for axis, size in given.axes}
     sizes = 1, microbatches, given.length
-    case = Case(name, given.gpus, axes, *sizes, given.recompute, layers, given.overlap)
+    case = Case(name, given.gpus, axes, *sizes, given.recompute, layers)
     title = f"{given.model} on {given.gpus}, {axes}, {given.recompute}"
     print_step(read(case, "step", given.checkout), title, given.top)
 

@@ -80,7 +80,7 @@ def drawn(chance: random.Random, name: str, gpus: int, axes: Sequence[str]) -> C
 
 
 def words(config: Config, gpus: int) -> str:
-    """ "qwen3-8b, 16 GPUs: tensor 2, pipe 4, gpipe; full, 8 x 2 samples" """
+    """ "qwen3-8b, 16 GPUs: tensor 2, pipe 4, zero_bubble; full, 8 x 2 samples" """
     parallel, train = config.parallel, config.train
     shards = gpus // (parallel.tensor * parallel.pipe)
     sizes = [f"{axis} {getattr(parallel, axis)}" for axis in AXES if getattr(parallel, axis) > 1]

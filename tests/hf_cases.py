@@ -171,6 +171,10 @@ def similar(hidden: int, heads: int, own_head_dim: int) -> dict[str, tuple[str, 
         "smollm 3": ("SmolLM3ForCausalLM", {**wide, "no_rope_layer_interval": 2}),
         "stable lm": ("StableLmForCausalLM", {**wide, "use_qkv_bias": True}),
         "stable lm, parallel": ("StableLmForCausalLM", {**wide, "use_parallel_residual": True}),
+        "ministral 3": (
+            "Ministral3ForCausalLM",
+            {**wide, **own, **window, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.6}},
+        ),
         "ministral": (
             "MinistralForCausalLM",
             {**wide, **own, **window, "layer_types": ["sliding_attention", "full_attention"]},
@@ -313,6 +317,37 @@ def sparse(hidden: int = 32, heads: int = 4, own_head_dim: int = 12) -> dict[str
             {**qwen, "num_hidden_layers": 3, "num_dense_layers": 1}
             | {"layer_types": ["conv", "full_attention", "conv"]},
         ),
+        "flex olmo": ("FlexOlmoForCausalLM", {**wide, "num_experts": 4}),
+        "dots 1": (
+            "Dots1ForCausalLM",
+            {**deep, **groups, **own, "n_shared_experts": 2, "first_k_dense_replace": 1}
+            | {"sliding_window": WINDOW, "max_window_layers": 2},
+        ),
+        "solar open": (
+            "SolarOpenForCausalLM",
+            {**narrow, **wide, **groups, **own, "n_routed_experts": 8, "attention_bias": True},
+        ),
+        "exaone moe": (
+            "ExaoneMoeForCausalLM",
+            {**qwen, "num_shared_experts": 2, "num_hidden_layers": 3, "sliding_window": WINDOW}
+            | {"sliding_window_pattern": 3},
+        ),
+        "ernie 4.5 moe": (
+            "Ernie4_5_MoeForCausalLM",
+            {**wide, **narrow, "moe_num_experts": 4, "moe_k": 2, "num_hidden_layers": 4}
+            | {"moe_layer_interval": 2},
+        ),
+        "minimax m2": (
+            "MiniMaxM2ForCausalLM",
+            {**wide, **own, "num_local_experts": 4, "partial_rotary_factor": 0.5},
+        ),
+        "youtu": ("YoutuForCausalLM", {**gated(hidden, heads), **latent, "rope_interleave": False}),
+        "llama 4": (
+            "Llama4ForCausalLM",
+            {**wide, **own, "num_local_experts": 4, "num_experts_per_tok": 1, "moe_layers": [1, 3]}
+            | {"intermediate_size_mlp": hidden + 12, "num_hidden_layers": 4, "floor_scale": 5}
+            | {"attention_chunk_size": 7, "no_rope_layer_interval": 2, "attn_scale": 0.7},
+        ),
         "deepseek v2": (
             "DeepseekV2ForCausalLM",
             {**deep, **latent, "topk_method": "group_limited_greedy", "q_lora_rank": None}
@@ -378,6 +413,7 @@ def encoder_decoders() -> dict[str, tuple[str, dict]]:
     return {
         "t5": ("T5ForConditionalGeneration", sizes),
         "t5 v1.1": ("T5ForConditionalGeneration", {**sizes, **untied}),
+        "mt5": ("MT5ForConditionalGeneration", {**sizes, "num_heads": 4}),
         "t5 v1.1, tied": (
             "T5ForConditionalGeneration",
             {**sizes, "feed_forward_proj": "gated-gelu", "scale_decoder_outputs": False},

@@ -52,7 +52,8 @@ EVERYTHING = DROPOUT | {
 ALTERNATING = {
     "num_layers": 5,
     "layers": "*(local,mlp attention,mlp)",
-    "attention.window": 5,
+    "attention.chunk": 5,
+    "attention.temperature_length": 3,
     "rotary.local_base": 50.0,
     "dropout_hidden": 0.1,
 }

@@ -11,8 +11,8 @@ from maxmeg.checkpoint.initialize import create_state
 from maxmeg.checkpoint.manager import Checkpointer
 from maxmeg.checkpoint.resume import resume, start
 from maxmeg.config import files
-from maxmeg.config.mixers import RotaryScaling
 from maxmeg.config.model import Position
+from maxmeg.config.positions import RotaryScaling
 from maxmeg.config.schema import Config
 from maxmeg.state import CHECKPOINTS, nested, to_arrays
 

@@ -37,6 +37,7 @@ MODELS = {
     "mixtral": {
         "layers": "*(attention,moe)",
         "moe.num_experts": 8,
+        "moe.scale_inputs": True,
         "moe.aux_loss": 0.1,
         "moe.z_loss": 0.01,
     },

@@ -171,8 +171,8 @@ BAD = [
     (["--hardware=h100x64", "--parallel.pipe=3"], ["3 devices or a multiple, there are 64"]),
     (["--parallel.pipe=5"], ["num_layers=96", "pipe=5", "pad_layers"]),
     (
-        ["--parallel.pipe=4", "--parallel.schedule=gpipe", "--parallel.chunks=2"],
-        ["schedule=gpipe does not support parallel.chunks=2", "one_f_one_b"],
+        ["--parallel.pipe=4", "--parallel.schedule=zero_bubble", "--parallel.chunks=2"],
+        ["schedule=zero_bubble does not support parallel.chunks=2", "one_f_one_b"],
     ),
     (["--hardware=h100x64", "--search", "--optim.min_lr=1"], ["optim.min_lr=1.0 must lie"]),
     (["--hardware=h100x8", "--search"], ["does not fit 8 h100 under any layout", "GPUs would be"]),

@@ -19,7 +19,7 @@ from layouts import (
     tiny_state,
 )
 
-from maxmeg.config.mixers import ExpertBackend, TensorOverlap
+from maxmeg.config.mixers import ExpertBackend
 from maxmeg.config.quantization import Fp8Format, QuantizationConfig, QuantizationRecipe
 from maxmeg.config.schema import LoraConfig
 from maxmeg.config.validate import validate
@@ -248,12 +248,6 @@ def test_what_cannot_run_is_refused(monkeypatch):
     ("fp8", "fields", "parallel", "message"),
     [
         (DISPATCHED, "grouped experts", {}, r"dispatch=True has no effect where tokens are not ex"),
-        (
-            TENSORWISE,
-            "dense",
-            {"tensor_overlap": TensorOverlap.on},
-            r"cannot be combined with train\.quantization\.recipe=tensorwise",
-        ),
         (QuantizationConfig(format=Fp8Format.e4m3), "dense", {}, NO_FORMAT),
         (QuantizationConfig(MXFP8.recipe, Fp8Format.e4m3), "dense", {}, NO_FORMAT),
     ],

@@ -29,7 +29,7 @@ from layouts import (
 )
 from tables import thinned
 
-from maxmeg.config.mixers import QkNorm, TensorOverlap
+from maxmeg.config.mixers import QkNorm
 from maxmeg.config.model import DType
 from maxmeg.config.parallel import Schedule
 from maxmeg.config.schema import LossBackend, LossReduction
@@ -81,24 +81,6 @@ def gradients(model: str | dict, parallel: dict, train: dict, dtype: DType = DTy
 @functools.cache
 def single_device(model: str, dtype: DType = DType.float32):
     return gradients(model, {"fsdp": 1}, {}, dtype)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "parallel"),
-    [
-        ("everything", {"data": 2, "fsdp": 1, "tensor": 2}),
-        ("llama", {"fsdp": 2, "tensor": 2, "pipe": 2, "schedule": Schedule.zero_bubble}),
-    ],
-)
-def test_products_beside_transfers_change_no_loss_or_gradient(model, parallel):
-    """Attention and mlp, with biases, several samples, a pipeline's weight lane."""
-    train = {"micro_batch_size": 2} if "pipe" in parallel else {}
-    found, wanted = (
-        gradients(model, {**parallel, "tensor_overlap": overlap}, train)
-        for overlap in (TensorOverlap.on, TensorOverlap.off)
-    )
-    assert_equal_but_rounding(found, wanted, OVERLAP_TOLERANCE, FLOOR)
 
 
 @pytest.mark.each_commit

@@ -4,11 +4,12 @@ import dataclasses
 import enum
 import os
 import pathlib
+import sys
 import typing
 
 import yaml
 
-from maxmeg.config.hints import hub_command
+from maxmeg.config.hints import REMOVED, hub_command, removed
 from maxmeg.config.paths import relocated
 from maxmeg.config.schema import Config
 from maxmeg.config.setting import declarations, fields
@@ -169,8 +170,16 @@ def _section(section, values, prefix):
     kinds = fields(section)
     result = section()
     for name, value in values.items():
+        path = f"{prefix}{name}"
+        if path in REMOVED:  # a run of an earlier version
+            if str(value) not in REMOVED[path][0].split():
+                print(removed(path), file=sys.stderr)
+            continue
+        if gone := removed(f"{path}={value}"):
+            print(gone, file=sys.stderr)
+            value = REMOVED[f"{path}={value}"][0]
         _check_name(name, kinds, prefix)
-        path, field = f"{prefix}{name}", section.__dataclass_fields__[name]
+        field = section.__dataclass_fields__[name]
         below = field.metadata.get("section")
         if below is None:
             value = convert(path, value, kinds[name])

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from maxmeg.config import files, values
 from maxmeg.config.errors import is_for_user, report
-from maxmeg.config.hints import DEVICES, nearest
+from maxmeg.config.hints import DEVICES, nearest, removed
 from maxmeg.config.model_rules import has_pattern, unread_settings
 from maxmeg.config.named import EXAMPLES, load_config
 from maxmeg.config.schema import Config
@@ -182,6 +182,8 @@ def _unknown(flag, option_kinds, setting_kinds):
     if setting_kinds and flag in megatron:
         return f"unknown flag {flag}: here it is --{megatron[flag]}"
     path = flag.lstrip("-").removeprefix("config.")
+    if setting_kinds and (gone := removed(path)):
+        return gone
     if inside := [name for name in setting_kinds if name.startswith(path + ".")]:
         return f"{path} is a section: set its fields, for example --{inside[0]}"
     near = nearest(path, [*option_kinds, *setting_kinds, *(["config"] if setting_kinds else [])])

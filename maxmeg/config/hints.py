@@ -104,8 +104,25 @@ SYNONYMS = {
     "convert": "export import",
     "plan": "estimate",
 }
+# What was removed, and what to do instead. Of a setting or a flag: the values that changed nothing,
+# which saved runs hold; of setting=value: the value in its place, which such runs get.
+_OVERLAP = "leave it out: XLA runs transfers over tensor beside other work"
+REMOVED = {
+    "parallel.tensor_overlap": ("auto off", _OVERLAP),
+    "tp-comm-overlap": ("", _OVERLAP),
+    "parallel.schedule=gpipe": ("one_f_one_b", "use one_f_one_b: as fast, in less memory"),
+}
 DEVICES = "gpus gpu num_gpus n_gpus device devices num_devices nproc_per_node"  # not settings
 _ROOTS = ("runs", "configs", "data", "checkpoints", "models")  # folder names, not users of the Hub
+
+
+def removed(path: str) -> str:
+    """Return the message for a setting, or for path=value, that was removed; empty for others.
+
+    path: also without its section.
+    """
+    names = (name for name in REMOVED if name == path or name.endswith(f".{path}"))
+    return next((f"{name} was removed: {REMOVED[name][1]}" for name in names), "")
 
 
 def nearest(name: str, paths: Iterable[str]) -> str | None:

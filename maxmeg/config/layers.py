@@ -48,13 +48,6 @@ MIXERS = {
 }
 ENCODER = ("encoder_attention", "encoder_cross", "encoder_mlp", "encoder_norm")
 RETRO = ("chunked_cross", "encoder_cross")
-OVERLAPPED = {
-    "attention",
-    "local",
-    "raw_attention",
-    "nope_attention",
-    "mlp",
-}  # mixers that parallel.tensor_overlap is about
 # Megatron-LM's letters.
 HYBRID = {"M": "mamba", "G": "gated_delta", "*": "attention", "+": "mla", "-": "mlp", "E": "moe"}
 MOST_LAYERS = 10_000

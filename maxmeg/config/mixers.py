@@ -25,16 +25,6 @@ class AttentionBackend(enum.Enum):
     triton = "triton"
 
 
-class RotaryScaling(enum.Enum):
-    none = "none"
-    linear = "linear"
-    ntk = "ntk"
-    dynamic = "dynamic"
-    llama3 = "llama3"
-    yarn = "yarn"
-    longrope = "longrope"
-
-
 class QkNorm(enum.Enum):
     none = "none"
     head = "head"
@@ -60,12 +50,6 @@ class ExpertExchange(enum.Enum):
     gather = "gather"
     all_to_all = "all_to_all"
     ragged = "ragged"
-
-
-class TensorOverlap(enum.Enum):
-    auto = "auto"
-    on = "on"
-    off = "off"
 
 
 class ExpertDrop(enum.Enum):
@@ -104,8 +88,38 @@ class AttentionConfig(Section):
         at_least=0,
         effect="adapted",
     )
+    chunk: int = setting(
+        0,
+        "size of chunks in the mixers local and local_mla, in place of a sliding window: a token "
+        "attends to earlier tokens of its own chunk of the document (Llama 4); 0: window",
+        at_least=0,
+        effect="adapted",
+    )
     softcap: float = setting(0.0, "scores become c tanh(scores / c); 0: off", at_least=0)
     scale: float = setting(0.0, "factor of the scores; 0: 1 / sqrt(key size)", at_least=0)
+    temperature_length: int = setting(
+        0,
+        "attention temperature for long contexts: the query at position p is multiplied by 1 + "
+        "temperature_scale log(1 + floor((p + temperature_offset) / temperature_length)), in the "
+        "mixer nope_attention (Llama 4), or in all layers of a model without it (Ministral 3); "
+        "0: off",
+        at_least=0,
+        effect="adapted",
+    )
+    temperature_scale: float = setting(
+        0.1,
+        "growth of the attention temperature",
+        at_least=0,
+        needs="temperature_length",
+        effect="adapted",
+    )
+    temperature_offset: int = setting(
+        0,
+        "added to positions in the attention temperature (Llama 4: 1)",
+        at_least=0,
+        needs="temperature_length",
+        effect="adapted",
+    )
     output_scale: float = setting(1.0, "factor of the sublayer's output (Falcon-H1)", above=0)
     sinks: bool = setting(
         False, "a learned logit per head in the softmax's denominator", "--softmax-type"
@@ -113,7 +127,7 @@ class AttentionConfig(Section):
     qk_norm: QkNorm = setting(
         QkNorm.none,
         "normalization of queries and keys: of each head (head), of all heads together (heads, "
-        "OLMo 2), or of each head without weights (l2)",
+        "OLMo 2), or of each head without weights (l2; not in the mixer nope_attention)",
         "--qk-layernorm",
     )
     bias_qkv: bool = setting(
@@ -143,106 +157,6 @@ class AttentionConfig(Section):
         "kernel; auto: cudnn on a GPU where it supports the case, else xla",
         "--attention-backend",
         effect="none",
-    )
-
-
-@dataclasses.dataclass(repr=False)
-class RotaryConfig(Section):
-    """Rotary position embedding (RoPE)."""
-
-    base: float = setting(
-        10000.0, "base of the frequencies", "--rotary-base", at_least=1, effect="adapted"
-    )
-    local_base: float = setting(
-        0.0,
-        "base in the mixer local, whose frequencies are then not scaled; 0: as in the others",
-        effect="adapted",
-    )
-    fraction: float = setting(
-        1.0,
-        "fraction of each head that is rotated, in (0, 1]",
-        "--rotary-percent",
-        above=0,
-        at_most=1,
-    )
-    interleaved: bool = setting(
-        False, "rotate pairs (2i, 2i+1) instead of halves", "--rotary-interleaved"
-    )
-    scaling: RotaryScaling = setting(
-        RotaryScaling.none,
-        "how frequencies change for sequences longer than original_length",
-        "--use-rope-scaling",
-        effect="adapted",
-    )
-    factor: float = setting(
-        1.0,
-        "ratio of the longest sequence to original_length, >= 1",
-        "--rope-scaling-factor",
-        at_least=1,
-        needs="scaling=linear|ntk|dynamic|llama3|yarn|longrope",
-        effect="adapted",
-    )
-    original_length: int = setting(
-        0,
-        "sequence length before scaling, tokens",
-        needs="scaling=dynamic|llama3|yarn|longrope",
-        effect="adapted",
-    )
-    low: float = setting(
-        1.0,
-        "frequencies with fewer turns in original_length are divided by factor (yarn: beta slow)",
-        needs="scaling=llama3|yarn",
-        effect="adapted",
-    )
-    high: float = setting(
-        4.0,
-        "frequencies with more turns in original_length are kept (yarn: beta fast, 32)",
-        needs="scaling=llama3|yarn",
-        effect="adapted",
-    )
-    attention_factor: float = setting(
-        0.0,
-        "factor of the rotated queries and keys; 0: what the scaling's paper derives from factor",
-        at_least=0,
-        needs="scaling=yarn|longrope",
-        effect="adapted",
-    )
-    truncate: bool = setting(
-        True,
-        "round the dimensions between which frequencies are interpolated to whole numbers",
-        needs="scaling=yarn",
-        effect="adapted",
-    )
-    short_factors: tuple[float, ...] = setting(
-        (),
-        "divisor of each frequency in sequences up to original_length",
-        needs="scaling=longrope",
-        effect="adapted",
-    )
-    long_factors: tuple[float, ...] = setting(
-        (),
-        "divisor of each frequency in longer sequences",
-        needs="scaling=longrope",
-        effect="adapted",
-    )
-
-
-@dataclasses.dataclass(repr=False)
-class RelativeConfig(Section):
-    """T5's relative position bias: a learned number for each head and bucket of distances, one
-    table for all layers of the encoder and one for all layers of the decoder."""
-
-    buckets: int = setting(
-        32,
-        "number of buckets; half of them for small distances, one each",
-        "--relative-attention-num-buckets",
-        at_least=4,
-    )
-    distance: int = setting(
-        128,
-        "distance from which on all keys share a bucket",
-        "--relative-attention-max-distance",
-        at_least=2,
     )
 
 
@@ -342,6 +256,11 @@ class MoeConfig(Section):
         "experts read and write projections of this size, shared by all experts; 0: hidden_size",
         "--moe-latent-size",
         at_least=0,
+    )
+    scale_inputs: bool = setting(
+        False,
+        "multiply the input of an expert by its routing weight, not the output (Llama 4)",
+        "--moe-apply-probs-on-input",
     )
     score: RouterScore = setting(
         RouterScore.softmax, "router score function", "--moe-router-score-function"

@@ -7,15 +7,8 @@ import math
 from maxmeg.config.bert import BertConfig
 from maxmeg.config.head import ENCODER_LAYERS, Biencoder, HeadConfig
 from maxmeg.config.layers import ENCODER, RETRO, Groups, Layer, grouped, one_layer, parse
-from maxmeg.config.mixers import (
-    AttentionConfig,
-    MlaConfig,
-    MlpConfig,
-    MoeConfig,
-    MtpConfig,
-    RelativeConfig,
-    RotaryConfig,
-)
+from maxmeg.config.mixers import AttentionConfig, MlaConfig, MlpConfig, MoeConfig, MtpConfig
+from maxmeg.config.positions import RelativeConfig, RotaryConfig
 from maxmeg.config.recompute import NAMES
 from maxmeg.config.recurrent import ConvConfig, DeltaConfig, MambaConfig
 from maxmeg.config.retro import RetroConfig

@@ -8,9 +8,10 @@ from maxmeg.config.bert import BertConfig
 from maxmeg.config.context import KINDS
 from maxmeg.config.head import OUTPUT_FIELDS, Biencoder, HeadConfig
 from maxmeg.config.layers import MIXERS, Layer
-from maxmeg.config.mixers import ExpertBackend, ExpertExchange, QkNorm, RotaryScaling, RouterScore
+from maxmeg.config.mixers import ExpertBackend, ExpertExchange, QkNorm, RouterScore
 from maxmeg.config.model import ModelConfig, NormPlace, Position
 from maxmeg.config.parallel import ParallelConfig
+from maxmeg.config.positions import RotaryScaling
 from maxmeg.config.recompute import recompute_problems
 from maxmeg.config.recurrent import DELTA_KERNEL_SIZES, SCAN_KERNEL_SIZES, ScanBackend
 from maxmeg.config.schema import Config
@@ -34,7 +35,8 @@ READERS = {
 READERS |= {"delta.rank": ("kda",)}
 READERS |= {"mup.base_head_dim": KINDS}
 READERS |= {"mlp.gate_scale": ("mlp",), "mlp.output_scale": ("mlp",)}
-READERS |= {"attention.window": ("local", "local_mla"), "rotary.local_base": ("local", "local_mla")}
+LOCAL = ("local", "local_mla")
+READERS |= dict.fromkeys(("attention.window", "attention.chunk", "rotary.local_base"), LOCAL)
 # What Sinkhorn's algorithm replaces.
 NOT_WITH_SINKHORN = (
     "aux_loss",
@@ -191,9 +193,20 @@ def head_problems(model: ModelConfig) -> Iterator[str]:
 
 
 def window_problems(model: ModelConfig) -> Iterator[str]:
-    window, base = model.attention.window, model.rotary.local_base
-    if model.has("local", "local_mla") and window < 1:
-        yield f"model.attention.window={window} must be at least 1 with a local mixer"
+    window, chunk = model.attention.window, model.attention.chunk
+    base = model.rotary.local_base
+    if model.has(*LOCAL) and not window and not chunk:
+        yield f"model.attention.window={window} must be at least 1 with a local mixer (or a chunk)"
+    if window and chunk:
+        yield (
+            f"model.attention.window={window} and model.attention.chunk={chunk} exclude each "
+            "other: set one of them to 0"
+        )
+    if model.attention.temperature_length and model.has_source:
+        yield (
+            f"model.attention.temperature_length={model.attention.temperature_length} is for "
+            "models without an encoder: set it to 0"
+        )
     if base and not base >= 1:
         yield f"model.rotary.local_base={base} must be at least 1, or 0"
     if model.is_mla and model.has("attention", "local", "raw_attention", "nope_attention"):
@@ -298,6 +311,7 @@ def mla_problems(model: ModelConfig) -> Iterator[str]:
         ("attention.num_kv_heads", model.kv_heads != heads.num_heads, "set it to 0"),
         ("attention.qk_norm", heads.qk_norm is not QkNorm.none, "set it to none"),
         ("attention.output_gate", heads.output_gate, "set it to false"),
+        ("attention.temperature_length", heads.temperature_length > 0, "set it to 0"),
         ("rotary.fraction", rotary.fraction != 1, "mla.rotary_size says it: set it to 1"),
     ):
         if broken:

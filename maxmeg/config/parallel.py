@@ -4,7 +4,7 @@ import dataclasses
 import enum
 import math
 
-from maxmeg.config.mixers import ExpertExchange, TensorOverlap
+from maxmeg.config.mixers import ExpertExchange
 from maxmeg.config.setting import Section, setting
 
 
@@ -14,7 +14,6 @@ class GradientDType(enum.Enum):
 
 
 class Schedule(enum.Enum):
-    gpipe = "gpipe"
     one_f_one_b = "one_f_one_b"
     zero_bubble = "zero_bubble"
 
@@ -104,13 +103,6 @@ class ParallelConfig(Section):
     tensor: int = setting(
         1, "tensor-parallel size; the sequence is sharded too", "--tensor-model-parallel-size"
     )
-    tensor_overlap: TensorOverlap = setting(
-        TensorOverlap.auto,
-        "on | off: overlap the transfers over tensor with the matrix products of attention (not "
-        "MLA) and mlp, which are cut into parts; auto: off until a GPU has timed it",
-        "--tp-comm-overlap",
-        needs="tensor",
-    )
     zero1: bool = setting(
         True,
         "shard master weights and optimizer over all devices that replicate a weight (ZeRO-1)",
@@ -124,7 +116,7 @@ class ParallelConfig(Section):
     )
     schedule: Schedule = setting(
         Schedule.one_f_one_b,
-        "pipeline schedule: one_f_one_b | zero_bubble (separate weight gradients) | gpipe",
+        "pipeline schedule: one_f_one_b | zero_bubble (separate weight gradients)",
     )
     chunks: int = setting(
         1,

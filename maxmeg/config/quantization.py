@@ -52,8 +52,9 @@ class QuantizationConfig(Section):
         "gradients, gradients rounded stochastically; needs compute capability 10.0 or newer | "
         "mxfp4: forward rounds weights and inputs to E2M1 with one scale per 32 elements, backward "
         "multiplies them in model.dtype; emulated with 16-bit products, so it saves memory and "
-        "communication but no time | qat_nvfp4, qat_mxfp4, qat_int8: quantization-aware training: "
-        "as mxfp4, for models that are served in this format; mxfp4 rounds weights alone",
+        "communication but no time | qat_nvfp4, qat_mxfp4, qat_int8: quantization-aware training "
+        "for a model that will be served in this format: forward rounds weights and inputs "
+        "(qat_mxfp4: weights alone), backward multiplies them in model.dtype",
         "--fp8-recipe, --fp4-recipe",
     )
     format: Fp8Format = setting(

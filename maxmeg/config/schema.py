@@ -351,7 +351,7 @@ class CheckpointConfig(Section):
     )
     init_from: str = setting(
         "",
-        "folder of initial weights (a run, or written by maxmeg.convert); empty: random",
+        "folder of initial weights: a run, or a model that maxmeg convert wrote; empty: random",
         "--finetune",
     )
     upcycle_noise: float = setting(
@@ -429,7 +429,7 @@ class LoraConfig(Section):
     )
     targets: tuple[str, ...] = setting(
         ("query", "value"),
-        "patterns of the projections with adapters, by path or its end: mixers.attention.*, mlp.up",
+        "projections with adapters: patterns of names or their ends: mixers.attention.*, mlp.up",
         needs="rank",
     )
 

@@ -8,7 +8,7 @@ import operator
 import typing
 from collections.abc import Iterator, Mapping
 
-from maxmeg.config.hints import SYNONYMS, nearest
+from maxmeg.config.hints import SYNONYMS, nearest, removed
 from maxmeg.config.values import convert, text
 
 Settings = typing.TypeVar("Settings")
@@ -61,6 +61,8 @@ class Section:
     def __setattr__(self, name: str, value: typing.Any) -> None:
         kinds = fields(type(self))
         if name not in kinds:
+            if gone := removed(name):
+                raise AttributeError(gone)
             near = nearest(name, [*kinds, *SYNONYMS])
             hint = f"did you mean {near}?" if near else "docs/config.md lists all fields"
             raise AttributeError(f"{type(self).__name__} has no field {name!r}: {hint}")

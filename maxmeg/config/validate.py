@@ -11,8 +11,6 @@ from maxmeg.config import retrieval, source
 from maxmeg.config.context import DELTA, KINDS, context_problems
 from maxmeg.config.data import Builtin, DataConfig, DataOrder, Objective, Packing
 from maxmeg.config.labelled import Scored
-from maxmeg.config.layers import OVERLAPPED
-from maxmeg.config.mixers import TensorOverlap
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.model_rules import (
     expert_layout_problems,
@@ -22,7 +20,6 @@ from maxmeg.config.model_rules import (
 )
 from maxmeg.config.optim_rules import optim_problems
 from maxmeg.config.parallel import ParallelConfig, Schedule
-from maxmeg.config.quantization import QuantizationRecipe
 from maxmeg.config.schema import Config, WatchdogConfig
 from maxmeg.config.setting import check_bounds, declared_problems, divisors, get
 from maxmeg.config.stages import units_of_chunks
@@ -117,7 +114,6 @@ def setting_problems(config: Config, training: bool = True) -> Iterator[str]:
     yield from model_problems(config.model)
     if not has_pattern(config.model):
         return
-    yield from overlap_problems(config)
     yield from data_problems(config)
     yield from objective_problems(config.data)
     yield from bidirectional_problems(config)
@@ -256,29 +252,6 @@ def stack_problems(config: Config):
         if getattr(config, name) is not None:
             readers = f"only {', '.join(models)} read" if models else "no model reads yet"
             yield f"the section {name} is a stack that {readers}: leave out all {name}.* settings"
-
-
-def overlap_problems(config: Config) -> Iterator[str]:
-    """Rules of parallel.tensor_overlap."""
-    if config.parallel.tensor_overlap is not TensorOverlap.on:
-        return
-    if config.lora.rank:
-        yield (
-            f"parallel.tensor_overlap=on cannot be combined with lora.rank={config.lora.rank}, as "
-            "adapters read the whole sequence: leave one out"
-        )
-    if config.train.quantization.recipe is not QuantizationRecipe.none:
-        yield (
-            "parallel.tensor_overlap=on cannot be combined with train.quantization.recipe="
-            f"{config.train.quantization.recipe.value}, whose products read whole inputs: leave "
-            "one out"
-        )
-    sublayers = {names for unit, _ in config.model.groups for layer in unit for names in layer}
-    if not any(OVERLAPPED.issuperset(names) for names in sublayers):
-        yield (
-            f"parallel.tensor_overlap=on has no effect on model.layers={config.model.layers}: it "
-            f"is for sublayers of {', '.join(sorted(OVERLAPPED))} alone; leave it out"
-        )
 
 
 def data_problems(config: Config):

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 import numpy as np
 
-from maxmeg.config.mixers import RotaryScaling
 from maxmeg.config.model import ModelConfig
+from maxmeg.config.positions import RotaryScaling
 from maxmeg.data.chat.ends import end_tokens
 from maxmeg.inference.grammar import Grammars, Masks, Matcher
 from maxmeg.inference.load import Trained

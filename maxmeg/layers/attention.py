@@ -19,6 +19,7 @@ from maxmeg.ops.attention.context import ContextCall, among_heads, attention_ove
 from maxmeg.ops.attention.context_choice import ContextStrategy
 from maxmeg.ops.attention.rounds import Expand
 from maxmeg.ops.attention.spec import AttentionDropout, Operands, ScoreSpec
+from maxmeg.ops.attention.temperature import Temperature
 from maxmeg.ops.random import split
 from maxmeg.ops.rope import RotarySpec, rotate
 from maxmeg.parallel.collectives import axis_size, first_index, stored
@@ -35,6 +36,7 @@ class AttentionSpec(MixerSpec):
 
     qk_norm_over: "head" (each head), "heads" (all heads of a token together) or "l2" (each head,
     without a weight). causal, window, chunk, softcap, scale: as in ops.attention.spec.ScoreSpec.
+    temperature: of queries that grow with their position, or None.
     sinks: a learned logit per head in the softmax's denominator. buckets, distance: of the relative
     biases (ops.attention.spec); 0: none. output_gate: outputs of heads are
     multiplied by the sigmoid of gates, which follow the queries in their projection. context: how
@@ -60,6 +62,7 @@ class AttentionSpec(MixerSpec):
     chunk: int = 0
     softcap: float = 0.0
     scale: float = 0.0
+    temperature: Temperature | None = None
     sinks: bool = False
     output_gate: bool = False
     buckets: int = 0
@@ -105,8 +108,9 @@ class AttentionSpec(MixerSpec):
         return 1
 
     def scores(self, length: int) -> int:
-        """Multiplications of q k and of scores with values, without pairs outside of the window."""
-        pairs = length**2 - (max(length - self.window, 0) ** 2 if self.window else 0)
+        """Multiplications of q k and of scores with values, without pairs that windows mask."""
+        pairs = length * min(length, self.chunk or length)
+        pairs -= max(length - self.window, 0) ** 2 if self.window else 0
         return self.num_heads * (self.key_size + self.head_output_size) * pairs
 
     def widths(self, tensor: int = 1) -> Widths:
@@ -167,10 +171,9 @@ class Attention(Mixer):
     def __call__(
         self, h_BLD: Float[Array, "B L D"], ctx: Context, cache: tuple | None = None
     ) -> tuple[Float[Array, "B L D"], tuple | None, dict]:
-        """(partial sums over tensor, new cache, values of `reported`); with `overlap` input and
-        output are of the local sequence shard, the output complete sums."""
-        aux, overlap, projections = {}, self.spec.overlap, (self.query, self.key, self.value)
-        q_BLI, k_BLI, v_BLI = project(projections, h_BLD, ctx, overlap)
+        """(partial sums over tensor, new cache, values of `reported`)."""
+        aux, projections = {}, (self.query, self.key, self.value)
+        q_BLI, k_BLI, v_BLI = project(projections, h_BLD, ctx)
         heads = (*q_BLI.shape[:2], -1, self.spec.head_dim)
         q_BLI, gate_BLI = self.queries_and_gates(stored(q_BLI, "query"))
         q_BLHK = normalized(q_BLI, self.query_norm, heads)
@@ -180,6 +183,8 @@ class Attention(Mixer):
             by = ctx.rotation(self.spec.rotary, self.spec.head_dim)
             q_BLHK = rotate(q_BLHK, by, self.spec.rotary.interleaved)
             k_BLGK = rotate(k_BLGK, by, self.spec.rotary.interleaved)
+        if self.spec.temperature is not None:
+            q_BLHK = self.spec.temperature.scaled(q_BLHK, ctx.positions_BL)
         if cache is None:
             out_BLHK, aux = self.core(q_BLHK, k_BLGK, v_BLGK, ctx)
         else:
@@ -190,7 +195,7 @@ class Attention(Mixer):
         out_BLI = out_BLHK.reshape(*heads[:2], -1)
         if gate_BLI is not None:
             out_BLI *= jax.nn.sigmoid(gate_BLI)
-        return (self.out.summed if overlap else self.out)(out_BLI, ctx), cache, aux
+        return self.out(out_BLI, ctx), cache, aux
 
     def queries_and_gates(self, q_BLI: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Of a projection whose heads have a query and, with `output_gate`, then a gate."""
@@ -206,14 +211,14 @@ class Attention(Mixer):
         if axis_size(ctx.context_axes) > 1:
             kv_BMGI = jnp.concatenate((k_BMGK, v_BMGK), axis=-1)
             return self.over_context(q_BLHK, kv_BMGI, Expand(k_BMGK.shape[-1]), (), ctx)
-        call = q_BLHK, k_BMGK, v_BMGK, self.scores(ctx.training), self.operands(q_BLHK, ctx)
+        call = q_BLHK, k_BMGK, v_BMGK, self.scores(ctx), self.operands(q_BLHK, ctx)
         found = attention_with_lse(*call, backend=self.spec.backend)
         return self.reported(*output_and_largest(*found))
 
     def over_context(
         self, q_BLHK, kv_BMGI, expand: Expand, weights, ctx: Context
     ) -> tuple[jax.Array, dict]:
-        how = self.scores(ctx.training), self.operands(q_BLHK, ctx), self.spec.backend
+        how = self.scores(ctx), self.operands(q_BLHK, ctx), self.spec.backend
         call = ContextCall(q_BLHK, kv_BMGI, expand, weights, *how, ctx.chunks_BC)
         return self.reported(*attention_over_context(call, self.spec.context))
 
@@ -242,19 +247,22 @@ class Attention(Mixer):
         if spec.dropout and ctx.training:
             first = first_index(TENSOR_AXES, q_BLHK.shape[2])
             drop = AttentionDropout(ctx.key(DROPOUT_PLACE), ctx.rows(), first, spec.dropout)
-        bias_NH = ctx.bias_NH if spec.buckets else None
-        return Operands(0, ctx.segments_BL, None, self.sink_logits(), drop, bias_NH)
+        bias_NH, segments_BL = ctx.bias_NH if spec.buckets else None, ctx.segments_BL
+        if spec.chunk and segments_BL is not None:
+            segments_BL = segments_BL * ctx.sequence.whole_length + ctx.positions_BL // spec.chunk
+        return Operands(0, segments_BL, None, self.sink_logits(), drop, bias_NH)
 
-    def scores(self, training: bool = False) -> ScoreSpec:
-        spec = self.spec
+    def scores(self, ctx: Context | None = None) -> ScoreSpec:
+        """In packed rows chunks count from the start of each document: `operands` has them."""
+        spec, is_packed = self.spec, ctx is not None and ctx.segments_BL is not None
         return ScoreSpec(
             causal=spec.causal,
             window=spec.window,
-            chunk=spec.chunk,
+            chunk=0 if is_packed else spec.chunk,
             softcap=spec.softcap,
             scale=spec.scale,
             distance=spec.distance,
-            largest=training and spec.clip is not None,
+            largest=ctx is not None and ctx.training and spec.clip is not None,
         )
 
     def sink_logits(self) -> jax.Array | None:

@@ -68,7 +68,7 @@ class CrossAttention(Attention):
             operands = operands._replace(dropout=dropout)
         segments = self.segments(ctx, memory_ctx)
         operands = operands._replace(segments_BL=segments[0], key_segments_BM=segments[1])
-        call = q_BLHK, k_BMGK, v_BMGK, self.scores(ctx.training), operands
+        call = q_BLHK, k_BMGK, v_BMGK, self.scores(ctx), operands
         found = attention_with_lse(*call, backend=self.spec.backend)
         out_BLHK, aux = self.reported(*output_and_largest(*found))
         return self.out(out_BLHK.reshape(B, L, -1), ctx), None, aux

@@ -15,12 +15,10 @@ from maxmeg.parallel.collectives import (
     axis_size,
     counted_once,
     of_shared_head,
-    scatter_sequence,
     unshard_parameter,
 )
 from maxmeg.parallel.fused import fused_widths, split_columns
 from maxmeg.parallel.mesh import TENSOR_AXES
-from maxmeg.parallel.rings import gather_matmul, matmul_scatter, multiply
 
 
 class Linear(nnx.Module):
@@ -62,17 +60,6 @@ class Linear(nnx.Module):
             return self.codes["weight"].product(x_TI, self.weight)
         return x_TI @ unshard_parameter(self.weight)
 
-    def summed(self, x: Float[Array, "B L I"], ctx: Context) -> Float[Array, "B l O"]:
-        """The row-parallel output summed over tensor: of the local sequence shard, in parts beside
-        their transfers (parallel.rings). Without adapters."""
-        assert self.row_parallel and self.lora is None
-        weight = unshard_parameter(self.weight)
-        if ctx.sequence_sharded:
-            y_BlO = matmul_scatter(x, weight)
-        else:
-            y_BlO = scatter_sequence(multiply(x, weight), sharded=False)
-        return y_BlO if self.bias is None else y_BlO + broadcast(self.bias[...], y_BlO.shape)
-
     def _completed(
         self, y_TO: jax.Array, x: jax.Array, ctx: Context | None, is_quantized: bool
     ) -> jax.Array:
@@ -90,31 +77,16 @@ class Linear(nnx.Module):
 
 
 def project(
-    linears: Sequence[Linear],
-    x: Float[Array, "B L I"],
-    ctx: Context | None = None,
-    overlap: bool = False,
-) -> list[Float[Array, "B M O"]]:
+    linears: Sequence[Linear], x: Float[Array, "B L I"], ctx: Context | None = None
+) -> list[Float[Array, "B L O"]]:
     """The outputs of projections of the same input, by one product if their weights are fused
-    (parallel.fused).
-
-    overlap: x is the local sequence shard, and products run in parts beside its transfers
-    (parallel.rings); without adapters.
-    """
+    (parallel.fused)."""
     widths = fused_widths(linears[0].weight)
-    overlap = overlap and ctx is not None and ctx.sequence_sharded
-    if widths is None and not overlap:
+    if widths is None:
         return [linear(x, ctx) for linear in linears]
-    fused, shape = linears if widths is None else linears[:1], x.shape[:-1]
-    if overlap:
-        assert all(linear.lora is None and not linear.codes for linear in linears)
-        products = gather_matmul(x, tuple(unshard_parameter(linear.weight) for linear in fused))
-        shape, products = products[0].shape[:-1], [y.reshape(-1, y.shape[-1]) for y in products]
-    else:
-        products = [linear.product(x) for linear in fused]
-    parts = products if widths is None else split_columns(products[0], widths)
+    parts = split_columns(linears[0].product(x), widths)
     outputs = [
-        linear._completed(y, x, ctx, bool(fused[0].codes))
+        linear._completed(y, x, ctx, bool(linears[0].codes))
         for linear, y in zip(linears, parts, strict=True)
     ]
-    return [y_TO.reshape(*shape, -1) for y_TO in outputs]
+    return [y_TO.reshape(*x.shape[:-1], -1) for y_TO in outputs]

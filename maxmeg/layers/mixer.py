@@ -54,10 +54,8 @@ class MixerSpec(abc.ABC):
     """Settings of a mixer.
 
     name: of the parameters in a sublayer. reads_memory: whether it attends to an encoder's output.
-    reads: whether the input is the whole sequence or the
-    local shard. writes: whether the output is partial sums for the whole sequence or complete sums
-    for the shard. overlap: the mixer gathers its input and scatters its output itself, in parts
-    beside its products (parallel.rings).
+    reads: whether the input is the whole sequence or the local shard. writes: whether the output is
+    partial sums for the whole sequence or complete sums for the shard.
     """
 
     name: typing.ClassVar[str]
@@ -66,15 +64,6 @@ class MixerSpec(abc.ABC):
     writes: typing.ClassVar[Span] = "whole"
 
     hidden_size: int
-    overlap: bool = dataclasses.field(default=False, kw_only=True)
-
-    @property
-    def input_span(self) -> Span:
-        return "shard" if self.overlap else self.reads
-
-    @property
-    def output_span(self) -> Span:
-        return "shard" if self.overlap else self.writes
 
     @property
     def rotary_kinds(self) -> tuple[RotaryKind, ...]:

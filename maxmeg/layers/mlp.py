@@ -59,13 +59,12 @@ class Mlp(Mixer):
     def __call__(
         self, h_BLD: Float[Array, "B L D"], ctx: Context, cache: None = None
     ) -> tuple[Float[Array, "B L D"], None, dict]:
-        """(partial sums over tensor, no cache, no auxiliary values); with `overlap` input and
-        output are of the local sequence shard, the output complete sums."""
+        """(partial sums over tensor, no cache, no auxiliary values)."""
         linears = (self.up,) if self.gate is None else (self.up, self.gate)
-        up_BLF, *gate_BLF = project(linears, h_BLD, ctx, self.spec.overlap)
+        up_BLF, *gate_BLF = project(linears, h_BLD, ctx)
         spec = self.spec
         inputs = [stored(h, "mlp_gate") for h in gate_BLF]
         inputs = [h if spec.gate_scale == 1 else h * spec.gate_scale for h in inputs]
         inputs.append(stored(up_BLF, "mlp_up"))
         h_BLF = activate(spec.activation, *inputs, clamp=spec.clamp, offset=spec.offset)
-        return (self.out.summed if spec.overlap else self.out)(h_BLF, ctx), cache, {}
+        return self.out(h_BLF, ctx), cache, {}

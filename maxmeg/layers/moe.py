@@ -70,6 +70,7 @@ class MoeSpec(MlpSpec):
     coefficient of the router's z-loss. jitter: in training the router's input is multiplied by
     noise in [1 - jitter, 1 + jitter]. logit_bias: the router's logits have a trained bias.
     latent_size: width of a projection that routed experts read and write; 0: they use hidden_size.
+    scale_inputs: routing weights multiply the inputs of experts, not the outputs (Llama 4).
     capacity: capacity factor per device; 0: dropless. drop_by_weight: copies with the smallest
     weights are dropped, else the last ones. pad: every expert computes exactly as many rows as its
     capacity, in one plain batched product.
@@ -96,6 +97,7 @@ class MoeSpec(MlpSpec):
     jitter: float = 0.0
     logit_bias: bool = False
     latent_size: int = 0
+    scale_inputs: bool = False
     capacity: float = 0.0
     drop_by_weight: bool = False
     pad: bool = False
@@ -192,6 +194,9 @@ class Experts(nnx.Module):
         if sizes_E is not None and self.backend() == "xla" and target_device().is_cuda:
             sides = 2 + (self.gate is not None)
             warn_of_xla(len(x_RD), self.up.shape[-3], 2.0 * sides * x_RD.size * self.up.shape[-1])
+        if self.spec.scale_inputs:
+            x_RD, codes = weighted_rows(x_RD, weights_R, in_order=bool(self.codes)), None
+            weights_R = jnp.sign(weights_R)  # 0 in rows without a token
         up_RF = self._product(x_RD, "up", self.up_bias, sizes_E, codes)
         inputs = (stored(up_RF, "expert_up"),)
         if self.gate is not None:

@@ -79,12 +79,12 @@ class Residual(nnx.Module):
         """As of a whole residual stream, on the rows of one side."""
         h_BLD = x_BLD if self.norm is None else self.norm(x_BLD)
         gathered_BLD = h_BLD
-        if any(spec.input_span == "whole" for spec in self.spec.mixers):
+        if any(spec.reads == "whole" for spec in self.spec.mixers):
             gathered_BLD = collectives.gather_sequence(h_BLD, ctx.sequence_sharded)
         outputs, new_cache, aux = [], {}, {}
         for name, mixer in self.mixers.items():
             mixer_cache = None if cache is None else cache[name]
-            input_BLD = h_BLD if mixer.spec.input_span == "shard" else gathered_BLD
+            input_BLD = h_BLD if mixer.spec.reads == "shard" else gathered_BLD
             input_BLD = input_BLD if self.norms is None else self.norms[name](input_BLD)
             with jax.named_scope(name):
                 output_BLD, new_cache[name], values = mixer(input_BLD, ctx, mixer_cache)
@@ -94,7 +94,7 @@ class Residual(nnx.Module):
         if any(scale != 1 for scale in self.spec.scales):
             outputs = [y * scale for y, scale in zip(outputs, self.spec.scales, strict=True)]
         y_BLD = sum(outputs[1:], outputs[0])
-        if all(spec.output_span == "whole" for spec in self.spec.mixers):
+        if all(spec.writes == "whole" for spec in self.spec.mixers):
             y_BLD = collectives.scatter_sequence(y_BLD, ctx.sequence_sharded)
         y_BLD = collectives.stored(y_BLD, "mixer_output")
         after_sum = self.spec.place == "post_residual"

@@ -25,9 +25,10 @@ import numpy as np
 from maxmeg.checkpoint.integrity import some
 from maxmeg.checkpoint.stream import TensorInfo
 from maxmeg.config.initial import FREE
-from maxmeg.config.mixers import Activation, QkNorm, RotaryScaling
+from maxmeg.config.mixers import Activation, QkNorm
 from maxmeg.config.model import ModelConfig, Norm, Position
 from maxmeg.config.model_rules import model_problems
+from maxmeg.config.positions import RotaryScaling
 from maxmeg.config.schema import Config
 from maxmeg.config.setting import declared_problems, walk, with_fields
 from maxmeg.config.validate import resolve

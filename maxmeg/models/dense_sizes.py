@@ -2,8 +2,9 @@
 
 import typing
 
-from maxmeg.config.mixers import Activation, QkNorm, RotaryScaling
+from maxmeg.config.mixers import Activation, QkNorm
 from maxmeg.config.model import Norm, NormPlace, Position
+from maxmeg.config.positions import RotaryScaling
 from maxmeg.models import phi3_factors
 
 Fields = dict[str, typing.Any]

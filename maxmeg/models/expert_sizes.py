@@ -2,7 +2,8 @@
 
 import math
 
-from maxmeg.config.mixers import Activation, QkNorm, RotaryScaling, RouterScore
+from maxmeg.config.mixers import Activation, QkNorm, RouterScore
+from maxmeg.config.positions import RotaryScaling
 from maxmeg.models.dense_sizes import BIASES, LLAMA, NONE, QWEN3, QWEN25, Fields, sized
 
 MIXTRAL = {

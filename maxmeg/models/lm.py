@@ -26,6 +26,7 @@ from maxmeg.models import mtp
 from maxmeg.models.bert import make_bert
 from maxmeg.models.classifier import Classifier
 from maxmeg.models.mixers import mtp_unit, norm_spec, pattern, unit_costs
+from maxmeg.models.outline import outline
 from maxmeg.models.stack import Stack
 from maxmeg.ops.cross_entropy.call import CrossEntropySpec, linear_cross_entropy, softcapped
 from maxmeg.ops.random import fold, split
@@ -96,6 +97,9 @@ class LM(nnx.Module):
         shape, std = (config.relative.buckets, config.attention.num_heads), config.init_std
         is_relative = config.position is Position.relative
         self.relative = RelativeTables(fold(key, RELATIVE), shape, std) if is_relative else None
+
+    def __str__(self) -> str:
+        return outline(self, self.vocab_size)
 
     def embed(self, batch: Batch, ctx: Context) -> Float[Array, "B L D"]:
         """The stack's input: partial sums over pipe."""

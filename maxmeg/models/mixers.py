@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable
 
 from maxmeg.config.context import KINDS, strategy_of
-from maxmeg.config.layers import ENCODER, OVERLAPPED
-from maxmeg.config.mixers import ExpertDrop, QkNorm, TensorOverlap
+from maxmeg.config.layers import ENCODER
+from maxmeg.config.mixers import AttentionConfig, ExpertDrop, QkNorm
 from maxmeg.config.model import ModelConfig, Position
 from maxmeg.config.parallel import ParallelConfig, Schedule
 from maxmeg.layers.attention import AttentionSpec
@@ -25,6 +25,7 @@ from maxmeg.layers.short_conv import ShortConvSpec
 from maxmeg.layers.streams import EncoderNormSpec, Side
 from maxmeg.models.stack import Pattern, UnitSpec
 from maxmeg.ops.attention.context_choice import ContextStrategy
+from maxmeg.ops.attention.temperature import Temperature
 from maxmeg.ops.experts.routing import RoutingSpec, Score
 from maxmeg.ops.rope import RotaryScaling, RotarySpec
 
@@ -66,12 +67,19 @@ def output_std(config: ModelConfig) -> float:
     return hidden_std(config) / depth
 
 
+def temperature_of(heads: AttentionConfig) -> Temperature:
+    offset = heads.temperature_offset
+    return Temperature(heads.temperature_scale, heads.temperature_length, offset)
+
+
 def attention_spec(
     config: ModelConfig, parallel: ParallelConfig, mixer: str = "attention"
 ) -> AttentionSpec:
     local, is_rotary = mixer.startswith("local"), config.position is Position.rotary
-    is_rotary &= mixer != "nope_attention"
-    heads, norm = config.attention, norm_spec(config)
+    is_nope, heads, norm = mixer == "nope_attention", config.attention, norm_spec(config)
+    is_rotary &= not is_nope
+    normalizes = heads.qk_norm not in (QkNorm.none, *[QkNorm.l2] * is_nope)
+    grown = heads.temperature_length and (is_nope or not config.has("nope_attention"))
     relative = config.relative if config.position is Position.relative else None
     return AttentionSpec(
         hidden_size=config.hidden_size,
@@ -79,13 +87,15 @@ def attention_spec(
         num_kv_heads=config.kv_heads,
         head_dim=config.head_size,
         rotary=rotary_spec(config, local) if is_rotary else None,
-        qk_norm=norm if heads.qk_norm is not QkNorm.none else None,
+        qk_norm=norm if normalizes else None,
         qk_norm_over=heads.qk_norm.value,
         bias_qkv=heads.bias_qkv,
         bias_out=heads.bias_out,
         dropout=heads.dropout,
         causal=heads.causal,
         window=heads.window if local else 0,
+        chunk=heads.chunk if local else 0,
+        temperature=temperature_of(heads) if grown else None,
         softcap=heads.softcap,
         scale=config.without_mup().attention.scale,
         sinks=heads.sinks,
@@ -237,6 +247,7 @@ def moe_spec(config: ModelConfig, parallel: ParallelConfig) -> MoeSpec:
         z_loss=moe.z_loss,
         jitter=moe.jitter,
         latent_size=moe.latent_size,
+        scale_inputs=moe.scale_inputs,
         capacity=moe.capacity_factor,
         drop_by_weight=moe.drop_policy is ExpertDrop.weight,
         pad=moe.pad_to_capacity,
@@ -310,13 +321,12 @@ def side_of(mixers: tuple[str, ...]) -> Side:
 def sublayer_spec(
     config: ModelConfig, parallel: ParallelConfig, mixers: tuple[str, ...]
 ) -> ResidualSpec:
-    overlap = parallel.tensor_overlap is TensorOverlap.on and OVERLAPPED.issuperset(mixers)
     specs = [MIXERS[name](config, parallel) for name in mixers]
     scales = {"mamba": config.mamba.output_scale, "mlp": config.mlp.output_scale}
     scales |= dict.fromkeys(KINDS, config.attention.output_scale)
     return ResidualSpec(
         norm_spec(config),
-        tuple(dataclasses.replace(spec, overlap=overlap) for spec in specs),
+        tuple(specs),
         dropout=config.dropout_hidden,
         place="none" if "raw_attention" in mixers else config.norm_place.value,
         own_norms=config.parallel_norms and len(mixers) > 1,

@@ -42,7 +42,6 @@ from maxmeg.pipeline.residuals import (
     read_ring,
     stacked,
     typed_shapes,
-    write,
     write_ring,
     zeros_of,
 )
@@ -55,7 +54,7 @@ class Carry(typing.NamedTuple):
     """State of the scan over ticks.
 
     x, dy: received from the previous and the next stage. rings: residuals of each group by slot and
-    layer. deferred: inputs of the weight lane from the backward lane. outputs: of the last stage.
+    layer. deferred: inputs of the weight lane from the backward lane.
     ended: 0, which XLA knows once the tick before has made its gradients; used without a pipeline.
     weights: what ZeRO-1 cuts of each group's parameters, gathered in the first tick. outer: sums of
     gradients. groups: those of each group's. sums: sums of the head. aux: auxiliary values of each
@@ -66,7 +65,6 @@ class Carry(typing.NamedTuple):
     dy: jax.Array
     rings: list
     deferred: list[Arrays]
-    outputs: jax.Array | None
     weights: list
     outer: typing.Any
     groups: list[Sums]
@@ -168,10 +166,9 @@ class Executor:
         w = jax.eval_shape(program.output, program.outer)
         head = functools.partial(program.head, program.outer)
         sums = jax.eval_shape(lambda *args: head(*args)[1], w, x, later, self.microbatch(0))
-        outputs = jnp.zeros((table.outputs, *x.shape), x.dtype) if table.outputs else None
         weights, ended = [group.start() for group in self.weights], jnp.int32(0)
         if table.backward is None:
-            return Carry(x, x, [], [], outputs, weights, None, [], start_values(sums), [], ended)
+            return Carry(x, x, [], [], weights, None, [], start_values(sums), [], ended)
         rings = [self.empty(g, vjp.residuals, table.slots) for g, vjp in enumerate(self.vjps)]
         deferred = [
             self.empty(g, vjp.deferred, table.deferred)
@@ -186,7 +183,7 @@ class Executor:
             lambda a: jnp.zeros(a.shape, a.dtype if self.once else jnp.float32), program.outer
         )
         groups, head = [group.start() for group in self.gradients], start_values(sums)
-        return Carry(x, x, rings, deferred, outputs, weights, outer, groups, head, aux, ended)
+        return Carry(x, x, rings, deferred, weights, outer, groups, head, aux, ended)
 
     def enter_last_tick(self, carry: Carry) -> Carry:
         groups = zip(self.gradients, carry.groups, strict=True)
@@ -221,12 +218,7 @@ class Executor:
         if "forward" in lanes:
             y, carry = self.forward(carry, rows["forward"], first and self.has_cuts)
             carry = carry._replace(x=self.send(y, 1))
-            if carry.outputs is not None:
-                leaving = jnp.maximum(rows["forward"].microbatch[self.last], 0)
-                carry = carry._replace(outputs=write([carry.outputs], [y], leaving)[0])
         if "head" in lanes:
-            if carry.outputs is not None:
-                y = read(carry.outputs, jnp.maximum(rows["head"], 0))
             dy, d_later, d_output, carry = self.head(carry, y, later, rows["head"], always)
         if "backward" in lanes:
             carry = self.backward(carry, dy, rows["backward"], last)

@@ -2,9 +2,9 @@
 
 All stages go through the ticks together. In a tick, each active lane runs at most one unit on each
 stage: one chunk of one microbatch. A lane's output reaches other stages at the next tick. An entry
-of -1 means idle. References: GPipe (Huang et al. 2018), 1F1B (PipeDream, Narayanan et al. 2019),
-interleaved 1F1B (Megatron-LM, Narayanan et al. 2021), separate weight gradients (Zero Bubble
-Pipeline Parallelism, Qi et al. 2023).
+of -1 means idle. References: 1F1B (PipeDream, Narayanan et al. 2019), interleaved 1F1B
+(Megatron-LM, Narayanan et al. 2021), separate weight gradients (Zero Bubble Pipeline Parallelism,
+Qi et al. 2023).
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ class Table:
 
     backward: gradients of inputs and weights; with a weight lane, of inputs alone.
     head [ticks]: the microbatch whose loss is computed, -1 for none. Its input is the last stage's
-    output of this tick or, with outputs > 0, of an earlier tick, stored in `outputs` slots.
+    output of this tick.
     slots, deferred: sizes of the ring buffers.
     """
 
@@ -50,7 +50,6 @@ class Table:
     weight: Lane | None
     head: np.ndarray
     slots: int
-    outputs: int = 0
     deferred: int = 0
 
     @property
@@ -60,17 +59,6 @@ class Table:
     def lanes(self) -> dict[str, Lane]:
         every = {"forward": self.forward, "backward": self.backward, "weight": self.weight}
         return {name: lane for name, lane in every.items() if lane is not None}
-
-
-def gpipe(microbatches: int, stages: int, chunks: int = 1) -> Table:
-    """All forwards, then all backwards: as many live activations as microbatches."""
-    M, S = microbatches, stages
-    if chunks != 1:
-        raise ValueError(f"the schedule gpipe has one chunk a stage, not parallel.chunks={chunks}")
-    forward = {(s, s + m): (m, 0) for s in range(S) for m in range(M)}
-    start = M + S - 1
-    backward = {(s, start + S - 1 - s + m): (m, 0) for s in range(S) for m in range(M)}
-    return _table("gpipe", (M, S, 1), forward, backward)
 
 
 def one_f_one_b(microbatches: int, stages: int, chunks: int = 1) -> Table:
@@ -106,7 +94,7 @@ def forward_only(microbatches: int, stages: int, chunks: int = 1) -> Table:
     return _table("forward_only", (microbatches, stages, chunks), forward, None)
 
 
-SCHEDULES = {"gpipe": gpipe, "one_f_one_b": one_f_one_b, "zero_bubble": zero_bubble}
+SCHEDULES = {"one_f_one_b": one_f_one_b, "zero_bubble": zero_bubble}
 
 
 def runs(table: Table, ends_apart: bool = False) -> list[tuple[int, int, tuple[str, ...]]]:
@@ -236,18 +224,14 @@ def _table(
     f = _lane(forward, ticks, S)
     b = _lane(backward, ticks, S) if backward else None
     w = _lane(weight, ticks, S) if weight else None
-    used = b or f
-    at_last = np.logical_and(used.active[:, -1], used.chunk[:, -1] == V - 1)
-    head = np.where(at_last, used.microbatch[:, -1], -1)
-    direct = np.logical_and(f.microbatch[:, -1] == head, f.chunk[:, -1] == V - 1)
-    outputs = M if np.logical_and(at_last, ~direct).any() else 0
+    head = np.where(f.chunk[:, -1] == V - 1, f.microbatch[:, -1], -1)
     slots = deferred = 0
     if b is not None:
         readers = [b] if w is None else [b, w]
         slots = _assign(f, readers, [lane.slot for lane in (f, *readers)])
     if b is not None and w is not None:
         deferred = _assign(b, [w], [b.deferred, w.deferred])
-    return Table(name, S, M, V, f, b, w, head, slots, outputs, deferred)
+    return Table(name, S, M, V, f, b, w, head, slots, deferred)
 
 
 def _assign(writer: Lane, readers: list[Lane], numbers: list[np.ndarray]) -> int:

@@ -69,7 +69,6 @@ HIDDEN_FORWARD = (communication.PARAMETERS_FORWARD,)
 HIDDEN_BACKWARD = (
     communication.PARAMETERS_BACKWARD,
     communication.LAYER_GRADIENTS,
-    communication.RING_INPUTS,
 )
 
 

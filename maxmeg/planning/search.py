@@ -73,8 +73,8 @@ def search(config: Config, cluster: Cluster) -> list[Candidate]:
 
     The search covers all sizes of tensor (within a node), context (`context_sizes`), pipe, fsdp,
     data and, with experts, expert whose product is the cluster; experts cut over tensor or not;
-    micro_batch_size in MICRO_BATCHES; 1F1B with up to MOST_CHUNKS chunks, and zero bubble (GPipe
-    takes 1F1B's time and more memory). Of the recompute policies it takes the first, from minimal
+    micro_batch_size in MICRO_BATCHES; 1F1B with up to MOST_CHUNKS chunks, and zero bubble.
+    Of the recompute policies it takes the first, from minimal
     to full, that fits. Where nothing fits, it sets optim.offload. It sets pad_layers if the layers
     do not divide; all else is as in `config`. ValueError if the config is invalid in every layout,
     or if nothing fits: by how much, and how many GPUs would be enough.

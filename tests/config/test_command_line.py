@@ -30,6 +30,7 @@ MISTAKES = [
     (TRAIN + "--noseed", "unknown flag --noseed: did you mean --seed?"),
     (TRAIN + "--candidates=8", "unknown flag --candidates: see --help"),
     (TRAIN + "--fp4-recipe=nvfp4", "here it is --train.quantization.recipe"),
+    (TRAIN + "--tp-comm-overlap", "tp-comm-overlap was removed: leave it out: XLA"),
     (TRAIN + "--training.steps=3", "did you mean --train.num_steps?"),
     (TRAIN + "--checkpoint.interval=3", "did you mean --checkpoint.save_every?"),
     (TRAIN + "--use_lora", "did you mean --lora.rank?"),

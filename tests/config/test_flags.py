@@ -113,11 +113,15 @@ def test_only_changed_settings_are_printed(tmp_path, capsys):
     assert whole["seed"] == 3 and len(diff.splitlines()) < 30
 
 
-def test_yaml_reads_part_of_a_config_and_plain_exponents(tmp_path):
+def test_yaml_reads_part_of_a_config_and_plain_exponents(tmp_path, capsys):
     path = tmp_path / "run.yaml"
-    path.write_text("optim: {lr: 3e-4, eps: 1.0e-8}\ntrain: {num_steps: 1e3}\nmodel:\n")
+    path.write_text(
+        "optim: {lr: 3e-4, eps: 1.0e-8}\ntrain: {num_steps: 1e3}\nmodel:\n"
+        "parallel: {tensor_overlap: auto, schedule: gpipe}"
+    )
     expected = {"optim.lr": 3e-4, "train.num_steps": 1000}
     assert files.load(path) == with_fields(Config(), expected)
+    assert capsys.readouterr().err.count("schedule=gpipe was removed: use one_f_one_b") == 1
 
 
 @pytest.mark.parametrize(

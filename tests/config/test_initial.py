@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from maxmeg.config.initial import changes
-from maxmeg.config.mixers import RotaryScaling
 from maxmeg.config.model import DType, ModelConfig, Position
+from maxmeg.config.positions import RotaryScaling
 from maxmeg.config.setting import with_fields
 
 LEARNED, MTP = {"position": Position.learned}, {"mtp.num_layers": 1}

@@ -37,7 +37,6 @@ def config_with(settings: dict) -> Config:
 # settings, parts of the error; on as many devices as the settings name
 DELTA = "model.layers=*(gated_delta,mlp); model.delta.num_heads=8; "
 HYBRID = "model.layers=*(mamba); model.mamba.num_heads=8; model.mamba.head_dim=8; "
-OVERLAP = "parallel.tensor=2; parallel.tensor_overlap=on; "
 MUP = "model.mup.base_hidden_size=8; "
 LOSS_SCALE = "model.dtype=float16; optim.loss_scale."
 MASKED = "data.objective=masked; data.paths=a; model.attention.causal=false; "
@@ -137,9 +136,6 @@ BAD = [
         "rotary.short_factors must be 16 positive numbers | are 1 | rotary.long_factors",
     ),
     ("parallel.pipe=2; model.scan_layers=false", "scan_layers=false | pipe=2"),
-    ("parallel.tensor_overlap=on", "tensor_overlap=on has no effect without parallel.tensor"),
-    (OVERLAP + "lora.rank=8", "tensor_overlap=on | lora.rank=8 | leave one out"),
-    (OVERLAP + "model.layers=*(mla+mlp)", "has no effect on | =*(mla+mlp) | attention, local"),
     ("parallel.tensor=8", "model.attention.num_heads=4 | parallel.tensor=8 | tensor in 1, 2, 4"),
     (
         "model.hidden_size=96; model.attention.num_heads=12; model.attention.num_kv_heads=6; "

@@ -6,7 +6,8 @@ from hf_folders import LLAMA, TIED, random_tensors
 
 from maxmeg import convert as command
 from maxmeg.config.flags import run_command
-from maxmeg.config.mixers import QkNorm, RotaryScaling
+from maxmeg.config.mixers import QkNorm
+from maxmeg.config.positions import RotaryScaling
 from maxmeg.config.setting import get
 from maxmeg.data.chat.template import load_chat_template
 from maxmeg.hf import convert

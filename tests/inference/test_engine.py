@@ -13,9 +13,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from layouts import mesh_of, tiny, tiny_state
 
-from maxmeg.config.mixers import RotaryScaling
 from maxmeg.config.model import DType
 from maxmeg.config.options import Serve
+from maxmeg.config.positions import RotaryScaling
 from maxmeg.data.tokenizers.load import load_tokenizer
 from maxmeg.inference.adapters import Adapter, attached
 from maxmeg.inference.engine import Engine, Reply

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from maxmeg.config.layers import places
-from maxmeg.config.mixers import Activation, QkNorm, RotaryScaling, RouterScore
+from maxmeg.config.mixers import Activation, QkNorm, RouterScore
 from maxmeg.config.model import ModelConfig, Norm, NormPlace, Position
+from maxmeg.config.positions import RotaryScaling
 from maxmeg.config.schema import TrainConfig
 from maxmeg.config.setting import with_fields
 from maxmeg.layers.context import Context
@@ -71,7 +72,11 @@ KINDS = {
         "norm_one_plus": True,
         "rotary.interleaved": True,
         "norm_place": NormPlace.post,
-        "attention.qk_norm": QkNorm.heads,
+        "layers": "*(local,mlp nope_attention,mlp)",
+        "attention.chunk": 7,
+        "attention.qk_norm": QkNorm.l2,
+        "attention.temperature_length": 5,
+        "attention.temperature_offset": 1,
         "scaled_output_init": False,
     },
     "alternating": {
@@ -119,6 +124,7 @@ KINDS = {
         "layers": "*(attention,moe)",
         "moe.num_experts": 4,
         "moe.latent_size": 12,
+        "moe.scale_inputs": True,
         "moe.shared_ffn_size": 16,
         "moe.shared_gate": True,
         "mlp.bias": True,

@@ -129,7 +129,7 @@ def saved_gradients(theirs, folder) -> dict[str, np.ndarray]:
     """After its backward, by the names in their files, where experts are one by one."""
     with torch.no_grad():
         for parameter in theirs.parameters():
-            parameter.copy_(parameter.grad)
+            parameter.mul_(0) if parameter.grad is None else parameter.copy_(parameter.grad)
     theirs.save_pretrained(folder)
     return load_file(folder / "model.safetensors")
 
@@ -177,6 +177,7 @@ def test_family(name, tmp_path, heard):
 NEEDED = {  # without which their classes' own sizes are no model
     "Glm4MoeForCausalLM": {"head_dim": 128},
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},
+    "Dots1ForCausalLM": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
 }
 
 

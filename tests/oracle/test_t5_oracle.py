@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+import transformers
 from hf_cases import VOCAB, encoder_decoders
 from safetensors.numpy import load_file
 from test_families_oracle import assert_returns, close, exported, imported, saved_gradients
-from transformers import T5Config, T5ForConditionalGeneration
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from maxmeg.hf.families.read import aliases, canonical_names, model_config
@@ -42,9 +42,9 @@ def evaluated(model: LM, source: Source, ids, targets):
 def test_t5(name, tmp_path):
     family, settings = CASES[name]
     torch.manual_seed(0)
-    theirs = T5ForConditionalGeneration._from_config(
-        T5Config(**settings), attn_implementation="eager"
-    ).eval()
+    kind = getattr(transformers, family)
+    settings = kind.config_class(**settings)
+    theirs = kind._from_config(settings, attn_implementation="eager").eval()
     if name == "t5 v1.1":  # as its files have it, although the class ties weights
         theirs.config.tie_word_embeddings = False
         theirs.lm_head.weight = torch.nn.Parameter(torch.randn_like(theirs.shared.weight))
@@ -77,7 +77,7 @@ def test_t5(name, tmp_path):
 
     folder = tmp_path / "exported"
     assert_returns(ours, model, family, config, tensors, folder)
-    again = T5ForConditionalGeneration.from_pretrained(folder, attn_implementation="eager").eval()
+    again = kind.from_pretrained(folder, attn_implementation="eager").eval()
     with torch.no_grad():
         np.testing.assert_array_equal(again(**arguments).logits.numpy(), wanted)
     truth = saved_gradients(theirs, tmp_path / "gradients")

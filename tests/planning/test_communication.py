@@ -9,7 +9,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 from layouts import mesh_of, tiny
 
-from maxmeg.config.mixers import ExpertBackend, ExpertExchange, TensorOverlap
+from maxmeg.config.mixers import ExpertBackend, ExpertExchange
 from maxmeg.config.model import Position
 from maxmeg.config.parallel import GradientDType, ParallelConfig, Schedule
 from maxmeg.config.quantization import QuantizationConfig, QuantizationRecipe
@@ -133,10 +133,10 @@ CASES = {
         {"loss_backend": LossBackend.tiled, "label_smoothing": 0.1},
         {"fsdp": 1, "tensor": 2},
     ),
-    "rings, full": (
+    "full": (
         MULTI_QUERY | {"recompute": "full"},
         MICRO,
-        {"fsdp": 2, "tensor": 2, "tensor_overlap": TensorOverlap.on},
+        {"fsdp": 2, "tensor": 2},
     ),
     "selective": (LEARNED | {"recompute": "selective"}, MICRO, {"data": 2, "fsdp": 1, "tensor": 2}),
     "tied": (LEARNED, MICRO, {"data": 2, "fsdp": 2}),

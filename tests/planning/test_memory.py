@@ -164,17 +164,15 @@ def test_lanes_are_those_of_the_tables(stages):
             for microbatches in counts | {5 * stages}:
                 table = make(microbatches, stages, chunks)
                 found = lanes(Schedule(name), microbatches, stages, chunks)
-                assert (found.slots, found.outputs) == (table.slots, table.outputs)
-                assert found.deferred == table.deferred
+                assert (found.slots, found.deferred) == (table.slots, table.deferred)
                 on = {n: int(lane.active.any(axis=1).sum()) for n, lane in table.lanes().items()}
                 assert (found.forward, found.backward) == (on["forward"], on["backward"])
                 assert found.weight == on.get("weight", on["backward"])
 
 
-ZERO_BUBBLE, GPIPE = {"schedule": Schedule.zero_bubble}, {"schedule": Schedule.gpipe}
+ZERO_BUBBLE = {"schedule": Schedule.zero_bubble}
 # (name, GPUs, samples, microbatches, recompute, sizes, GiB in all) of benchmarks/absent_memory.py.
 SPLIT_EXPERTS = {"expert": 4, "pad_layers": True} | ZERO_BUBBLE
-PADDED_DATA = {"pipe": 8, "data": 2, "pad_layers": True}
 IN_CHUNKS = {"tensor": 4, "pipe": 4, "data": 8, "chunks": 2}
 DRAWN = [
     ("nemotron4-15b", 16, 1, 8, "minimal", {"fsdp": 16}, 38.05),  # its gradient of the output
@@ -205,8 +203,6 @@ DRAWN = [
     ("gemma3-12b", 128, 1, 4, "selective", IN_CHUNKS, 17.86),  # a unit without a loop, at the loss
     ("qwen3-1.7b", 4, 2, 2, "full", {"pipe": 4} | ZERO_BUBBLE, 32.89),  # norms of heads
     ("nemotron4-15b", 64, 1, 2, "minimal", {"pipe": 8, "data": 4} | ZERO_BUBBLE, 19.70),
-    ("gpt-oss-20b", 16, 2, 4, "minimal", PADDED_DATA | GPIPE, 70.81),  # scattered in a branch
-    ("qwen3-30b-a3b", 32, 1, 32, "full", {"pipe": 8, "expert": 4} | GPIPE, 28.34),
 ]
 
 

@@ -48,9 +48,13 @@ EXPERTS = {
     ],
 )
 def test_formulas_count_every_array(fields):
-    model = tiny(fields | {"vocab_divisible_by": 1}).model
+    """And print(model) does, which shows each array on a line, without padding."""
+    model = tiny(fields).model
     arrays = jax.eval_shape(lambda: LM(jax.random.key(0), model))
-    assert num_parameters(model)[0] == sum(array.size for array in jax.tree.leaves(arrays))
+    first, *lines = str(arrays).splitlines()
+    assert first == f"LM: {num_parameters(model)[0]:,} parameters"
+    groups = sum(line.endswith(" x") for line in lines)
+    assert len(lines) - groups == len(jax.tree.leaves(arrays))
 
 
 def test_every_mixer_has_a_formula():

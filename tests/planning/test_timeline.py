@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from maxmeg.pipeline.schedule import Table, forward_only, gpipe, one_f_one_b, zero_bubble
+from maxmeg.pipeline.schedule import Table, forward_only, one_f_one_b, zero_bubble
 from maxmeg.planning.show.timeline import COLOURS, LEFT, shade, timeline_svg, timeline_text, title
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -17,7 +17,6 @@ TABLES = [
     one_f_one_b(16, 4),
     one_f_one_b(16, 4, 2),
     zero_bubble(16, 4),
-    gpipe(8, 4),
     forward_only(8, 4, 2),
     one_f_one_b(2, 1),
 ]

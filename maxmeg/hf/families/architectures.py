@@ -1,17 +1,19 @@
 """The model classes of transformers that are known, by name."""
 
 import contextlib
+import difflib
 import functools
 import typing
 from collections.abc import Mapping
 
 from maxmeg.config.layers import MIXERS
-from maxmeg.hf.families.classifier_tables import CLASSIFIERS, NAMES
+from maxmeg.hf.families.classifier_tables import CLASSIFIERS
 from maxmeg.hf.families.delta_tables import DELTA
 from maxmeg.hf.families.encoder_tables import ENCODERS
 from maxmeg.hf.families.expert_tables import SPARSE
 from maxmeg.hf.families.hybrid_tables import HYBRID
 from maxmeg.hf.families.keys import TOKENS, Ignored, Keys, refused
+from maxmeg.hf.families.llama4_tables import GROWING
 from maxmeg.hf.families.llama_tables import SIMILAR
 from maxmeg.hf.families.mamba_tables import MAMBA
 from maxmeg.hf.families.t5_tables import ENCODER_DECODERS
@@ -21,6 +23,7 @@ FAMILIES: dict[str, Family] = {
     **DENSE,
     **SIMILAR,
     **SPARSE,
+    **GROWING,
     **HYBRID,
     **MAMBA,
     **DELTA,
@@ -31,7 +34,7 @@ FAMILIES: dict[str, Family] = {
 # Only the language models of these are read.
 VISION_LANGUAGE = {
     f"{name}ForConditionalGeneration": f"{name}ForCausalLM"
-    for name in ("Gemma3", "Qwen3_5", "Qwen3_5Moe")
+    for name in ("Gemma3", "Llama4", "Qwen3_5", "Qwen3_5Moe")
 } | {"Mistral3ForConditionalGeneration": "MistralForCausalLM"}
 MAMBA1 = ("JambaForCausalLM", "MambaForCausalLM", "FalconMambaForCausalLM")
 MAMBA1_REMEDY = (
@@ -51,6 +54,8 @@ def text_part(config: Mapping[str, typing.Any]) -> Mapping[str, typing.Any]:
     text, family = config.get("text_config"), VISION_LANGUAGE[name]
     if not isinstance(text, dict):
         raise refused("text_config", text, f"{name} must have the settings of its language model")
+    if text.get("model_type") == "ministral3" and family == "MistralForCausalLM":
+        family = "Ministral3ForCausalLM"
     outer = {name: config[name] for name in OUTER_KEYS if name in config}
     kind = FAMILIES[family].model_type
     if text.get("model_type") not in (None, kind, kind.removesuffix("_text")):
@@ -66,15 +71,15 @@ def architecture(config: Mapping[str, typing.Any]) -> str:
         known = {name: table for name, table in FAMILIES.items() if name not in CLASSIFIERS}
         named = [name for name, table in known.items() if table.model_type == kind] or named
     if not isinstance(named, list) or len(named) != 1 or named[0] not in list(FAMILIES):
-        plain = [name for name in FAMILIES if name not in CLASSIFIERS]
-        causal = [name.removesuffix(CAUSAL) for name in plain if name.endswith(CAUSAL)]
-        others = ", ".join(name for name in plain if not name.endswith(CAUSAL))
         if named in [[name] for name in MAMBA1]:
             raise refused("architectures", named, MAMBA1_REMEDY)
+        wanted = str(named[0]) if isinstance(named, list) and len(named) == 1 else str(kind)
+        similar = difflib.get_close_matches(wanted, [*FAMILIES, *VISION_LANGUAGE], 5)
+        named_so = f"; similar names are {', '.join(similar)}" if similar else ""
         raise refused(
             "architectures",
             named,
-            f"supported are {others}, {NAMES}, and {CAUSAL} of {', '.join(causal)}",
+            f"it must name one of the {len(FAMILIES)} classes in docs/conversion.md{named_so}",
         )
     wanted = FAMILIES[named[0]].model_type
     if kind not in (wanted, None):

@@ -101,6 +101,7 @@ class Shaped:
 class Interleaved:
     """Projections of equal width whose outputs, the last dimension, interleave."""
 
+    outputs_first: typing.ClassVar = False
     count: int
 
     def split(self, fused: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -114,6 +115,7 @@ class Interleaved:
 class Consecutive:
     """Projections [..., in, out] of equal width, one after the other in [..., out, in]."""
 
+    outputs_first: typing.ClassVar = True
     count: int
 
     def split(self, fused: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -122,3 +124,17 @@ class Consecutive:
 
     def join(self, parts: Sequence[np.ndarray]) -> np.ndarray:
         return np.concatenate([np.swapaxes(part, -1, -2) for part in parts], axis=-2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """Projections of equal width, one after the other in the last dimension, that of outputs."""
+
+    outputs_first: typing.ClassVar = False
+    count: int
+
+    def split(self, fused: np.ndarray) -> tuple[np.ndarray, ...]:
+        return tuple(np.split(fused, self.count, axis=-1))
+
+    def join(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+        return np.concatenate(parts, axis=-1)

@@ -3,6 +3,8 @@
 import dataclasses
 
 from maxmeg.config.mixers import Activation, QkNorm, RouterScore
+from maxmeg.config.model import NormPlace
+from maxmeg.hf.families.binding import Consecutive
 from maxmeg.hf.families.experts import (
     HEAD_NORM,
     MTP_LAYERS,
@@ -14,14 +16,16 @@ from maxmeg.hf.families.experts import (
     Flag,
     Groups,
     ListedDense,
+    MoeLayers,
     Normalized,
     RoutingMethod,
+    ScaledStd,
     SharedExperts,
     num_experts,
 )
 from maxmeg.hf.families.keys import Fixed, Ignored, Key, Part
 from maxmeg.hf.families.mamba import GRANITE_SCALES
-from maxmeg.hf.families.rotary import LATENT, ORIGINAL, LatentRotary, Rotary
+from maxmeg.hf.families.rotary import LATENT, ORIGINAL, LatentRotary, Rotary, RotaryWidth
 from maxmeg.hf.families.tables import (
     ATTENTION_BIAS,
     ATTENTION_BIASES,
@@ -31,6 +35,7 @@ from maxmeg.hf.families.tables import (
     HEAD_NORMS,
     LLAMA_LAYER,
     OPTIONAL_HEAD_DIM,
+    POST_NORMS,
     PRE_NORMS,
     PROJECTIONS,
     ROOT,
@@ -41,7 +46,12 @@ from maxmeg.hf.families.tables import (
     sizes,
     tied,
 )
-from maxmeg.hf.families.windows import AlternatingWindow, LateWindow, SwitchedWindow
+from maxmeg.hf.families.windows import (
+    AlternatingWindow,
+    LateWindow,
+    ListedWindow,
+    SwitchedWindow,
+)
 
 EXPERTS = {
     "moe.experts.gate": "mlp.experts.{}.gate_proj.weight",
@@ -267,7 +277,7 @@ GRANITE_MOE = Family(
         ("moe.experts.gate", "moe.experts.up"): "block_sparse_moe.input_linear.weight",
         "moe.experts.out": "block_sparse_moe.output_linear.weight",
     },
-    interleaved=False,
+    stacking=Consecutive,
 )
 GRANITE_MOE_SHARED = dataclasses.replace(
     GRANITE_MOE,
@@ -282,8 +292,119 @@ GRANITE_MOE_SHARED = dataclasses.replace(
         "moe.shared.out": "shared_mlp.output_linear",
     },
 )
+FLEX_OLMO = dataclasses.replace(
+    OLMOE,
+    model_type="flex_olmo",
+    parts=expert_sizes(100352, 4096, 32, 32, None, 11008)
+    + numerics(4096, 1e-6)
+    + [OPTIONAL_HEAD_DIM, SILU, ATTENTION_BIAS, ATTENTION_DROPOUT, tied(False)]
+    + num_experts(7, 5, "num_experts", "num_local_experts")
+    + [Flag(*NORMALIZED_SOFTMAX), AuxLoss(0.01), Rotary(default=500000.0)],
+    layers={**PROJECTIONS, **HEAD_NORMS, **POST_NORMS},
+    constants={**OLMOE.constants, "norm_place": NormPlace.post},
+)
+DOTS1 = dataclasses.replace(
+    GLM4_MOE,
+    model_type="dots1",
+    parts=sizes(152064, 4608, 62, 32, 32, 10944)
+    + numerics(2048, 1e-6)
+    + [OPTIONAL_HEAD_DIM, SILU, ATTENTION_BIAS, ATTENTION_DROPOUT, tied(False)]
+    + [LateWindow(switch=False, default=62)]
+    + num_experts(None, None, "n_routed_experts", "num_local_experts")
+    + [Key(*EXPERT_FFN, 1408), SharedExperts(None), Groups(2), Normalized(False)]
+    + [Key("routed_scaling_factor", "moe.scale", 1.0), FirstDense(0), Rotary()],
+    constants={**SIGMOID, "attention.qk_norm": QkNorm.head},
+)
+SOLAR_OPEN = dataclasses.replace(
+    GLM4_MOE,
+    model_type="solar_open",
+    parts=expert_sizes(196608, 4096, 48, 64, 8, None)[:-1]
+    + numerics(131072, 1e-5)
+    + [Key("head_dim", "attention.head_dim", 128), SILU, ATTENTION_DROPOUT, tied(False)]
+    + [Key("attention_bias", "attention.bias_qkv", False)]
+    + num_experts(128, 8, "n_routed_experts", "num_local_experts")
+    + [Key("moe_intermediate_size", ("moe.ffn_size", "mlp.ffn_size"), 1280), SharedExperts(1)]
+    + [Groups(2), Normalized(), Key("routed_scaling_factor", "moe.scale", 1.0)]
+    + [Ignored("first_k_dense_replace", "intermediate_size"), Fixed("use_qk_norm", False)]
+    + [Rotary(default=1e6, fraction_default=1.0)],
+    layers={**PROJECTIONS, **PRE_NORMS, **shared_expert("shared_experts")},
+)
+EXAONE_MOE = dataclasses.replace(
+    GLM4_MOE,
+    model_type="exaone_moe",
+    parts=sizes(102400, 4096, 32, 32, 32, 16384)
+    + numerics(2048, 1e-5)
+    + [OPTIONAL_HEAD_DIM, SILU, ATTENTION_DROPOUT, tied(False), ListedWindow(4)]
+    + num_experts(64, 8, "num_experts")
+    + [Key(*EXPERT_FFN, 1024), SharedExperts(1, "num_shared_experts"), Groups(2), Normalized()]
+    + [Key("routed_scaling_factor", "moe.scale", 2.5), ListedDense(1), Rotary()],
+    constants={**SIGMOID, "attention.qk_norm": QkNorm.head},
+    arrays={**CORRECTED, "moe.bias": "mlp.e_score_correction_bias"},
+    ignored=(*GLM4_MOE.ignored, r"^mtp\."),
+)
+ERNIE_MOE = Family(
+    model_type="ernie4_5_moe",
+    parts=sizes(103424, 2560, 28, 20, 4, 12288)
+    + numerics(131072, 1e-5)
+    + [OPTIONAL_HEAD_DIM, SILU, tied(True), Fixed("use_bias", False)]
+    + [
+        Key("moe_num_experts", "moe.num_experts", 64, aliases=("num_experts",)),
+        Key("moe_k", "moe.top_k", 6, aliases=("num_experts_per_tok",)),
+        *[Key(*EXPERT_FFN, 1536), SharedExperts(2, "moe_num_shared_experts"), MoeLayers()],
+        *[Fixed("moe_norm_min", 1e-12), AuxLoss(), Rotary(default=500000.0)],
+    ],
+    layers={**LLAMA_LAYER, **shared_expert("shared_experts")},
+    constants={
+        **ROOT,
+        "rotary.interleaved": True,
+        "moe.softmax_before_topk": True,
+        "moe.normalize_weights": True,
+        "moe.bias_balancing": True,
+    },
+    arrays={
+        "moe.router": "mlp.gate.weight",
+        "moe.bias": "mlp.moe_statics.e_score_correction_bias",
+    },
+    shapes={"mlp.moe_statics.e_score_correction_bias": (1, -1)},
+    experts=EXPERTS,
+    ignored=(*GLM4_MOE.ignored, r"^model\.mtp_", r"^mtp"),
+)
+MINIMAX_M2 = dataclasses.replace(
+    MIXTRAL,
+    model_type="minimax_m2",
+    parts=expert_sizes(200064, 3072, 62, 48, 8, 1536)
+    + numerics(196608, 1e-6)
+    + [Key("head_dim", "attention.head_dim", 128), SILU, ATTENTION_DROPOUT, tied(False)]
+    + num_experts(256, 8, "num_local_experts", "num_experts")
+    + [Fixed("use_qk_norm", True), Fixed("scoring_func", "sigmoid"), AuxLoss()]
+    + [Fixed("router_jitter_noise", 0.0), RotaryWidth(default=5e6, fraction_default=1.0)],
+    layers={**MIXTRAL.layers, **HEAD_NORMS},
+    constants={**SIGMOID, "moe.normalize_weights": True, "attention.qk_norm": QkNorm.heads},
+    arrays={**MIXTRAL.arrays, "moe.bias": "block_sparse_moe.e_score_correction_bias"},
+)
+YOUTU = dataclasses.replace(
+    DEEPSEEK_V3,
+    model_type="youtu",
+    parts=sizes(128256, 2048, 32, 16, 16, 6144)
+    + numerics(131072, 1e-6)
+    + [ScaledStd(), *LATENT, Ignored("head_dim", "qk_head_dim"), SILU, tied(True), ATTENTION_BIAS]
+    + [ATTENTION_DROPOUT, Ignored("embedding_initializer_range")]
+    + [Key("rope_interleave", "rotary.interleaved", True), LatentRotary()],
+    layers={**GATED_MLP, **PRE_NORMS, **LATENT_ATTENTION},
+    constants={**ROOT, **DEEPSEEK},
+    arrays={},
+    experts={},
+    code="",
+)
 
 SPARSE: dict[str, Family] = {
+    "Dots1ForCausalLM": DOTS1,
+    "Ernie4_5_MoeForCausalLM": ERNIE_MOE,
+    "ExaoneMoeForCausalLM": EXAONE_MOE,
+    "FlexOlmoForCausalLM": FLEX_OLMO,
+    "MiniMaxM2ForCausalLM": MINIMAX_M2,
+    "SolarOpenForCausalLM": SOLAR_OPEN,
+    "YoutuForCausalLM": YOUTU,
     "MixtralForCausalLM": MIXTRAL,
     "Qwen2MoeForCausalLM": QWEN2_MOE,
     "Qwen3MoeForCausalLM": QWEN3_MOE,

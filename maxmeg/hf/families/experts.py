@@ -6,7 +6,7 @@ import typing
 from maxmeg.config.mixers import QkNorm
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.setting import get
-from maxmeg.hf.families.keys import Fields, Json, Key, Keys, Part, refused
+from maxmeg.hf.families.keys import Fields, Json, Key, Keys, Part, checked, refused
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,10 +104,11 @@ class Groups(Part):
 class SharedExperts(Part):
     """The number of shared experts, which together are one MLP of that many experts' widths."""
 
-    default: int
+    default: int | None
+    name: str = "n_shared_experts"
 
     def read(self, keys: Keys, fields: Fields) -> None:
-        count = keys.read("n_shared_experts", self.default, int)
+        count = keys.read(self.name, self.default, int)
         fields["moe.shared_ffn_size"] = count * fields["moe.ffn_size"]
 
     def write(self, model: ModelConfig) -> Json:
@@ -117,7 +118,7 @@ class SharedExperts(Part):
                 f"model.moe.shared_ffn_size={model.moe.shared_ffn_size} is not a multiple of "
                 f"moe.ffn_size={model.expert_ffn}"
             )
-        return {"n_shared_experts": count}
+        return {self.name: count}
 
 
 class DenseLayers(Part):
@@ -173,6 +174,53 @@ class ListedDense(FirstDense):
         return {self.types: [self.kinds["moe" in model.mixers(i)] for i in layers]}
 
 
+class MoeLayers(Part):
+    """The first and the last layer with experts, and every how many layers have them (ERNIE)."""
+
+    names: tuple[str, ...] = (
+        "moe_layer_start_index",
+        "moe_layer_end_index",
+        "moe_layer_interval",
+    )
+
+    def read(self, keys: Keys, fields: Fields) -> None:
+        first, last, step = (
+            keys.take(n, default) for n, default in zip(self.names, (1, -1, 1), strict=True)
+        )
+        first, step = (
+            checked(self.names[0], first, int, zero=True),
+            checked(self.names[2], step, int),
+        )
+        last = (
+            fields["num_layers"] - 1 if last == -1 else checked(self.names[1], last, int, zero=True)
+        )
+        numbers = range(fields["num_layers"])
+        fields["dense"] = {i for i in numbers if (i + 1) % step or not first <= i <= last}
+
+    def write(self, model: ModelConfig) -> Json:
+        moe = [layer for layer in range(model.num_layers) if "moe" in model.mixers(layer)]
+        if not moe:
+            return dict(zip(self.names, (model.num_layers, -1, 1), strict=True))
+        step = moe[1] - moe[0] if len(moe) > 1 else moe[0] + 1
+        written = dict(zip(self.names, (moe[0], moe[-1], step), strict=True))
+        fields: Fields = {"num_layers": model.num_layers}
+        self.read(Keys(written), fields)
+        if {*range(model.num_layers)} - fields["dense"] != {*moe}:
+            raise ValueError(f"layers {moe} have experts: {', '.join(self.names)} cannot say it")
+        return written
+
+
+class ScaledStd(Part):
+    """The initial standard deviation; null: 2 / sqrt(5 hidden_size) (Youtu)."""
+
+    def read(self, keys: Keys, fields: Fields) -> None:
+        default = 2 / (5 * fields["hidden_size"]) ** 0.5
+        fields["init_std"] = keys.read("initializer_range", default, float, True, default)
+
+    def write(self, model: ModelConfig) -> Json:
+        return {"initializer_range": model.init_std}
+
+
 class RoutingMethod(Part):
     """Whether experts are chosen among all, or among those of the best groups (DeepSeek-V2)."""
 
@@ -205,7 +253,7 @@ class AuxAlpha(Part):
         return {"aux_loss_alpha": alpha, "seq_aux": by_sequence}
 
 
-def num_experts(default: int, top_k: int | None, name: str, *aliases: str) -> list[Key]:
+def num_experts(default: int | None, top_k: int | None, name: str, *aliases: str) -> list[Key]:
     """The keys of the number of experts, which has other names in some files, and of the top-k."""
     return [
         Key(name, "moe.num_experts", default, aliases=aliases),

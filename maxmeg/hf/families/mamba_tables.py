@@ -4,6 +4,7 @@ import typing
 
 from maxmeg.config.mixers import RouterScore
 from maxmeg.config.model import Position
+from maxmeg.hf.families.binding import Consecutive
 from maxmeg.hf.families.experts import Groups, Normalized, num_experts
 from maxmeg.hf.families.keys import Choice, Fixed, Ignored, Key, Part
 from maxmeg.hf.families.mamba import (
@@ -227,7 +228,7 @@ GRANITE = Family(
         ("moe.experts.gate", "moe.experts.up"): "block_sparse_moe.input_linear.weight",
         "moe.experts.out": "block_sparse_moe.output_linear.weight",
     },
-    interleaved=False,
+    stacking=Consecutive,
 )
 FALCON_H1 = Family(
     model_type="falcon_h1",

@@ -23,7 +23,7 @@ from maxmeg.hf.families.architectures import (
     table_of,
     text_part,
 )
-from maxmeg.hf.families.binding import Binding, Consecutive, Fusion, Interleaved, Place, Shaped
+from maxmeg.hf.families.binding import Binding, Consecutive, Fusion, Place, Shaped
 from maxmeg.hf.families.delta_tables import QWEN_MTP
 from maxmeg.hf.families.experts import MTP_LAYERS, MtpAttention, attention_and
 from maxmeg.hf.families.keys import TOKENS, Keys, resolved, with_layers
@@ -263,7 +263,7 @@ def bindings_of_files(names: Iterable[str], model: ModelConfig, family: str) -> 
     table, plain = table_of(family), bindings(model, family)
     if not table.joined:
         return plain
-    stacked_table = dataclasses.replace(table, experts=table.joined, interleaved=False)
+    stacked_table = dataclasses.replace(table, experts=table.joined, stacking=Consecutive)
     in_files = {*names}
     found = [b for b in bindings(model, stacked_table) if b.stacked and b.theirs in in_files]
     covered = {place[:2] for binding in found for place in binding.ours}
@@ -367,9 +367,9 @@ def stacked(
 ) -> Binding:
     """Return the binding of a projection of all experts, or of several with joined outputs."""
     *inner, width = shapes[places[0].name][len(places[0].index) :]
-    joined = (Interleaved if table.interleaved else Consecutive)(len(places))
+    joined = table.stacking(len(places))
     shape = (*inner, width * len(places))
-    shape = shape if table.interleaved else (*shape[:-2], shape[-1], shape[-2])
+    shape = (*shape[:-2], shape[-1], shape[-2]) if joined.outputs_first else shape
     return Binding(theirs, shape, places, joined.split, joined.join, stacked=True)
 
 

@@ -9,8 +9,8 @@ import math
 import typing
 from collections.abc import Mapping
 
-from maxmeg.config.mixers import RotaryScaling
 from maxmeg.config.model import ModelConfig
+from maxmeg.config.positions import RotaryScaling
 from maxmeg.config.setting import get
 from maxmeg.hf.families.keys import DEFAULTS, Fields, Json, Key, Keys, Part, checked, refused
 from maxmeg.hf.families.windows import FULL, SLIDING
@@ -176,6 +176,17 @@ class UnscaledLocal(Rotary):
         full = {"rope_type": "default", **(written["rope_scaling"] or {})}
         full["rope_theta"] = written[self.theta]
         return written | {"rope_parameters": {FULL: full, SLIDING: local}}
+
+
+@dataclasses.dataclass(frozen=True)
+class RotaryWidth(Rotary):
+    """The fraction of a head that rotates may stand as a number of its components (MiniMax-M2)."""
+
+    def read(self, keys: Keys, fields: Fields) -> None:
+        if (width := keys.take("rotary_dim")) is not None:
+            share = checked("rotary_dim", width, int) / fields["attention.head_dim"]
+            keys.values = {self.fraction: share, **keys.values}
+        super().read(keys, fields)
 
 
 @dataclasses.dataclass(frozen=True)

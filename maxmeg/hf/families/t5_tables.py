@@ -1,5 +1,6 @@
-"""The table of T5 (Raffel et al., 2019), v1.0 and v1.1 (Flan-T5 is v1.1), of transformers."""
+"""The table of T5 (Raffel et al., 2019), v1.0 and v1.1 (Flan-T5 is v1.1), and of mT5."""
 
+import dataclasses
 import itertools
 
 from maxmeg.config.layers import ENCODER, Layer
@@ -26,11 +27,14 @@ def depths(model: ModelConfig) -> tuple[int, int]:
     return kinds.count(ENCODER_LAYER), kinds.count(DECODER_LAYER)
 
 
+@dataclasses.dataclass(frozen=True)
 class Depths(Part):
     """num_layers of the encoder, and num_decoder_layers."""
 
+    default: int
+
     def read(self, keys: Keys, fields: Fields) -> None:
-        encoder = keys.read("num_layers", 6, int)
+        encoder = keys.read("num_layers", self.default, int)
         decoder = keys.read("num_decoder_layers", encoder, int, null=encoder)
         encoder, decoder = min(encoder, MAX_LAYERS), min(decoder, MAX_LAYERS)
         fields["num_layers"] = encoder + 1 + decoder
@@ -58,6 +62,17 @@ class Tied(Part):
     def write(self, model: ModelConfig) -> Json:
         is_scaled = model.logit_scale != 1
         return {"tie_word_embeddings": model.tied, "scale_decoder_outputs": is_scaled}
+
+
+class Unscaled(Part):
+    """Output weights that are tied unless the files have them, without a scale (mT5)."""
+
+    def read(self, keys: Keys, fields: Fields) -> None:
+        keys.read("tie_word_embeddings", True, bool)
+        fields["tied"] = True
+
+    def write(self, model: ModelConfig) -> Json:
+        return {"tie_word_embeddings": model.tied}
 
 
 class EncoderDecoder(Part):
@@ -98,30 +113,34 @@ def layer_names(model: ModelConfig, layer: int) -> tuple[str, Modules]:
     return f"decoder.block.{number}.", {**inner, **mlp("mlp", 2, model.gated)}
 
 
-BIAS = "block.0.layer.0.SelfAttention.relative_attention_bias"
-T5 = Family(
-    model_type="t5",
-    parts=[
-        Key("vocab_size", "vocab_size", 32128),
+def parts(
+    vocab: int, ffn: int, heads: int, layers: int, activation: str, output: Part
+) -> list[Part]:
+    """Return the keys of config.json, with the defaults in which T5 and mT5 differ."""
+    dropouts = "dropout_hidden", "dropout_embedding", "attention.dropout"
+    return [
+        Key("vocab_size", "vocab_size", vocab),
         Key("d_model", "hidden_size", 512),
         Key("d_kv", "attention.head_dim", 64),
-        Key("d_ff", "mlp.ffn_size", 2048),
-        Key("num_heads", "attention.num_heads", 8),
+        Key("d_ff", "mlp.ffn_size", ffn),
+        Key("num_heads", "attention.num_heads", heads),
         Key("n_positions", "max_position", 512),
         Key("layer_norm_epsilon", "norm_eps", 1e-6),
         Key("relative_attention_num_buckets", "relative.buckets", 32),
         Key("relative_attention_max_distance", "relative.distance", 128),
-        dropout(
-            "dropout_rate",
-            *("dropout_hidden", "dropout_embedding", "attention.dropout"),
-            default=0.1,
-        ),
-        Choice("feed_forward_proj", "mlp.activation", "relu", ACTIVATIONS),
-        Depths(),
-        Tied(),
+        dropout("dropout_rate", *dropouts, default=0.1),
+        Choice("feed_forward_proj", "mlp.activation", activation, ACTIVATIONS),
+        Depths(layers),
+        output,
         EncoderDecoder(),
         Ignored("initializer_factor", "dense_act_fn", "is_gated_act"),
-    ],
+    ]
+
+
+BIAS = "block.0.layer.0.SelfAttention.relative_attention_bias"
+T5 = Family(
+    model_type="t5",
+    parts=parts(32128, 2048, 8, 6, "relu", Tied()),
     ends={
         "embedding": "shared",
         "output": "lm_head",
@@ -136,4 +155,10 @@ T5 = Family(
     ignored=(r"^decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.",),
     copies=("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),
 )
-ENCODER_DECODERS: dict[str, Family] = {"T5ForConditionalGeneration": T5}
+MT5 = dataclasses.replace(
+    T5, model_type="mt5", parts=parts(250112, 1024, 6, 8, "gated-gelu", Unscaled())
+)
+ENCODER_DECODERS: dict[str, Family] = {
+    "T5ForConditionalGeneration": T5,
+    "MT5ForConditionalGeneration": MT5,
+}

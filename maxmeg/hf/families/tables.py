@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from maxmeg.config.mixers import Activation, QkNorm
 from maxmeg.config.model import ModelConfig, Norm, NormPlace, Position
+from maxmeg.hf.families.binding import Columns, Consecutive, Interleaved
 from maxmeg.hf.families.keys import (
     MAX_LAYERS,
     Choice,
@@ -59,10 +60,9 @@ class Family:
     norms where each mixer of a parallel block has a norm of its own. arrays: tensors of a layer
     that are not a module's weight or bias. shapes: full shape of each vector that is stored with
     extra dimensions of size 1; -1 stands for its length. experts: weights of the experts, with {}
-    for the expert's number, or of all experts stacked: [expert, in, out], where the outputs of
-    several projections interleave, or, if not `interleaved`, [expert, out, in], where they follow
-    each other. joined: as `experts`, for files that have those of a layer stacked and joined like
-    this: they are read, not written. kept: keys that an export repeats from the imported
+    for the expert's number, or of all experts stacked, several projections as `stacking` says.
+    joined: as `experts`, for files that have those of a layer stacked and Consecutive: they are
+    read, not written. kept: keys that an export repeats from the imported
     config.json where this changes no result. grouped: fused modules whose outputs are [queries..
     key value] for each key/value head, or what belongs to each key head of the delta rule.
     outputs_first: whether projections are stored as [out, in]. ignored: patterns of tensors that
@@ -84,7 +84,7 @@ class Family:
     arrays: Modules = dataclasses.field(default_factory=dict)
     shapes: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     experts: Modules = dataclasses.field(default_factory=dict)
-    interleaved: bool = True
+    stacking: type[Interleaved | Consecutive | Columns] = Interleaved
     joined: Modules = dataclasses.field(default_factory=dict)
     kept: tuple[str, ...] = ()
     ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)

@@ -50,21 +50,30 @@ class SwitchedWindow(Part):
 @dataclasses.dataclass(frozen=True)
 class LateWindow(Part):
     """A switch, a window, and max_window_layers: the layers from that number on have the window
-    (Qwen), or with `even` the layers before it that have even numbers (Qwen 2 with experts)."""
+    (Qwen), or with `even` the layers before it that have even numbers (Qwen 2 with experts).
+
+    switch: whether there is a switch; else the window is on (dots.llm1). default: of
+    max_window_layers."""
 
     even: bool = False
+    switch: bool = True
+    default: int = 28
 
     def read(self, keys: Keys, fields: Fields) -> None:
-        window, numbers = switched_window(keys), range(fields["num_layers"])
-        first = keys.read("max_window_layers", 28, int, zero=True, null=28)
+        numbers = range(fields["num_layers"])
+        window = (
+            switched_window(keys) if self.switch else keys.read("sliding_window", 4096, int, null=0)
+        )
+        first = keys.read("max_window_layers", self.default, int, zero=True, null=self.default)
         local = [i < first and i % 2 == 0 if self.even else i >= first for i in numbers]
         default = [SLIDING if window and is_local else FULL for is_local in local]
         read_types(keys, fields, default, window)
 
     def write(self, model: ModelConfig) -> Json:
         window = model.attention.window
+        switch = {"use_sliding_window": bool(window)} if self.switch else {}
         return {
-            "use_sliding_window": bool(window),
+            **switch,
             "sliding_window": window or None,
             "max_window_layers": 0 if window else model.num_layers,
             "layer_types": written_types(model),

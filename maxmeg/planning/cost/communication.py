@@ -39,7 +39,6 @@ LAYER_GRADIENTS = "gradients of layers"
 ZERO1_WEIGHTS, ZERO1_GRADIENTS = "weights of layers (ZeRO-1)", "gradients of layers (ZeRO-1)"
 ZERO1_FIRST = "weights of the first layer (ZeRO-1)"
 ZERO1_LAST = "gradients of the last sublayer (ZeRO-1)"
-RING_INPUTS = "sequences for weight gradients"  # where parallel.tensor_overlap is on
 SENT_FORWARD, SENT_BACKWARD = "hidden state to the next stage", "its gradient to the one before"
 EXCHANGED_FORWARD, EXCHANGED_BACKWARD = "copies to experts and back", "their gradients"
 
@@ -118,10 +117,6 @@ def _tensor(work: Workload) -> Iterator[Traffic]:
     input again (which is not stored) and the output's gradient, and scatters the input's gradient.
     Full recomputation scatters the output of each sublayer but the last again. Multi-latent
     attention gathers latents instead of its input; `experts.sums` counts the scatters of experts.
-
-    With parallel.tensor_overlap a mixer sends shards instead, B x L x D / t to each other device;
-    backward gathers its input for the weights' gradients, beside products. Permutes count as
-    exposed: the copies that they need take about as long as what products hide.
     """
     tensor = work.axes["tensor"]
     if tensor == 1:
@@ -156,12 +151,6 @@ def _tensor(work: Workload) -> Iterator[Traffic]:
     yield both(f"{out}, forward", SCATTER, forward, written)
     yield both(f"{into} and gradients, backward", GATHER, backward, inputs, written)
     yield both(f"{out}, backward", SCATTER, backward, inputs, again)
-    rings = sum(sum(unit.rings) * held for unit, held in layers)
-    unsaved = sum((2 * sum(unit.rings) - unit.rings[-1]) * held for unit, held in layers)
-    sent = (tensor - 1) * (forward * 2 * rings + backward * 2 * rings)
-    sent += (tensor - 1) * backward * (unsaved if "mixer_output" in work.unkept else 0)
-    yield entry("tensor", "shards into and out of products", PERMUTE, sent, work.hidden_bytes)
-    yield entry("tensor", RING_INPUTS, GATHER, backward * rings, size)
     ends = "embedding and head"
     yield entry("tensor", ends, GATHER, M + embed_backward, size)
     yield entry("tensor", ends, SCATTER, embed + M, size)

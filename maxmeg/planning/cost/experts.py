@@ -218,13 +218,10 @@ def axes(work: Workload) -> tuple[str, ...]:
 
 
 def sums(work: Workload, unit: Unit) -> tuple[int, ...]:
-    """Number of outputs that each sublayer scatters over tensor: one, none in rings; for experts
-    one if they are cut over tensor, and one for a shared expert."""
+    """Number of outputs that each sublayer scatters over tensor: one; for experts one if they
+    are cut over tensor, and one for a shared expert."""
     counts = []
-    for spec, rings in zip(unit.specs, unit.rings, strict=True):
-        if rings:
-            counts.append(0)
-            continue
+    for spec in unit.specs:
         whole = [mixer for mixer in spec.mixers if mixer.writes == "whole"]
         shared = any(mixer.widths().shared_expert for mixer in spec.mixers)
         counts.append(1 if whole else int(not folded(work)) + shared)

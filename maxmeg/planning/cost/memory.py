@@ -97,13 +97,12 @@ def transposes(work: Workload) -> bool:
 def activations(work: Workload) -> int:
     """Bytes stored for backward at the peak.
 
-    Without a pipeline: every layer of one microbatch. With one: the ring buffers, and for GPipe the
-    outputs that wait for the loss, e T D / t each.
+    Without a pipeline: every layer of one microbatch. With one: the ring buffers.
     """
     if not work.pipelined:
         layers = zip(work.units, work.places, strict=True)
         return sum(unit_activations(work, unit) * places for unit, places in layers)
-    return sum(rings(work)) + work.lanes.outputs * work.carried_bytes
+    return sum(rings(work))
 
 
 def rings(work: Workload) -> list[int]:
@@ -248,7 +247,7 @@ def beside_loss(work: Workload) -> int:
     has no loop, what it stored, written into the ring only after the loss, and its weights gathered
     over fsdp, which its backward reads too; several chunks: weights copied from those of all
     chunks, for forward and for backward."""
-    if not work.pipelined or work.lanes.outputs:
+    if not work.pipelined:
         return 0
     total, chunks = 0, work.config.parallel.chunks
     copies = 2 if chunks > 1 else work.fsdp > 1

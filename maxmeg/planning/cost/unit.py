@@ -99,7 +99,7 @@ class Unit:
         streams = [
             spec.mixers[0].hidden_size
             for spec in self.specs
-            if any(mixer.input_span == "whole" for mixer in spec.mixers)
+            if any(mixer.reads == "whole" for mixer in spec.mixers)
         ]
         streams += [
             int(self._memory(spec.side) * mixer.hidden_size)
@@ -108,11 +108,6 @@ class Unit:
             if mixer.reads_memory
         ]
         return tuple([width for one in self.widths for width in one.gathered] + streams)
-
-    @functools.cached_property
-    def rings(self) -> tuple[int, ...]:
-        """Number of mixers of each sublayer that multiply beside transfers over tensor."""
-        return tuple(sum(mixer.overlap for mixer in one.mixers) for one in self.specs)
 
     def _memory(self, side: Side | None) -> float:
         """Number of the other side's tokens for each of this side."""

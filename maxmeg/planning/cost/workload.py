@@ -46,7 +46,7 @@ from maxmeg.planning.cost.unit import Unit
 NORMS = {"norm", "norms", "post_norm", "final_norm", "query_norm", "kv_norm"}  # modules
 MIXERS = {"mla": "attention"}
 MOE_PARTS = {"experts": "experts", "shared": "shared expert", "shared_gate": "shared expert"}
-HOW = ("tensor_overlap", "context_strategy", "context_inner")  # of mixers, in ParallelConfig
+HOW = ("context_strategy", "context_inner")  # of mixers, in ParallelConfig
 ITEMSIZE = {DType.float32: 4, DType.bfloat16: 2, DType.float16: 2}
 
 
@@ -114,10 +114,9 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True)
 class Lanes:
-    """A schedule's ring buffer sizes (slots, outputs, deferred), and active ticks of each lane."""
+    """A schedule's ring buffer sizes (slots, deferred), and active ticks of each lane."""
 
     slots: int
-    outputs: int
     deferred: int
     forward: int
     backward: int
@@ -485,16 +484,13 @@ def lanes(schedule: Schedule, microbatches: int, stages: int, chunks: int) -> La
     """Closed forms of the schedule's table with M microbatches, S stages, V chunks per stage.
 
     Active ticks: M V + S - 1 in forward and in backward, M in a weight lane. Slots: the smaller of
-    S V + S - 1 and M V + 1 (one for the writes of idle stages); GPipe: M + 1, and M outputs.
-    Deferred units of zero bubble: the smaller of S and M + 1. A single stage runs every lane once
-    per microbatch.
+    S V + S - 1 and M V + 1 (one for the writes of idle stages). Deferred units of
+    zero bubble: the smaller of S and M + 1. A single stage runs every lane once per microbatch.
     """
     M, S, V = microbatches, stages, chunks
     if S == 1:
-        return Lanes(0, 0, 0, M, M, M)
+        return Lanes(0, 0, M, M, M)
     ticks, slots = M * V + S - 1, min(M * V + 1, S * V + S - 1)
-    if schedule is Schedule.gpipe:
-        return Lanes(M + 1, M, 0, ticks, ticks, ticks)
     if schedule is Schedule.zero_bubble:
-        return Lanes(slots, 0, min(M + 1, S), ticks, ticks, M)
-    return Lanes(slots, 0, 0, ticks, ticks, ticks)
+        return Lanes(slots, min(M + 1, S), ticks, ticks, M)
+    return Lanes(slots, 0, ticks, ticks, ticks)

@@ -7,7 +7,6 @@ import pathlib
 from collections.abc import Sequence
 
 from maxmeg.config import values
-from maxmeg.config.mixers import TensorOverlap
 from maxmeg.config.schema import Config
 from maxmeg.config.stages import is_balanced, units_of_chunks
 from maxmeg.config.validate import axis_sizes, validate
@@ -74,14 +73,12 @@ def plan_of(config: Config, count: int) -> Plan:
     sizes, train, model = axis_sizes(config.parallel, count), config.train, config.model
     samples = sizes["data"] * sizes["fsdp"] * sizes["expert"] * train.micro_batch_size
     microbatches = train.global_batch_size // samples if samples else 1
-    overlaps = config.parallel.tensor_overlap is TensorOverlap.on
     words = {
         "model": f"{model.num_layers} layers, hidden size {model.hidden_size}, "
         f"{model.attention.num_heads} heads, vocabulary {model.vocab_size}",
         "batch": f"{train.global_batch_size} samples of {config.data.sequence_length} tokens in "
         f"{microbatches} microbatch{'es' * (microbatches > 1)}",
         "mesh": " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1),
-        "tensor": "products of attention and mlp beside their transfers" if overlaps else "",
         "stages": stages_words(config),
         "recompute": model.recompute,
         "precision": ", ".join([model.dtype.name, *changed(train.quantization)]),

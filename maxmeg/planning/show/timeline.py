@@ -14,7 +14,6 @@ import numpy as np
 from maxmeg.pipeline.schedule import Lane, Table, bubble, live, runs
 
 TITLES = {
-    "gpipe": "GPipe",
     "one_f_one_b": "1F1B",
     "zero_bubble": "Zero bubble",
     "forward_only": "Forward only",
