@@ -91,13 +91,13 @@ class DataConfig(Section):
     )
     max_epochs: float = setting(
         1000.0,
-        "most times that a run may read its training corpora; 0: any number",
+        "limit of the epochs of training: a run that would need more is refused; 0: no limit",
         at_least=0,
     )
     builtin: Builtin = setting(
         Builtin.none,
-        "corpus for a first try, if no other setting names one: the source code of Python's "
-        "standard library, or the sentences of its docstrings",
+        "corpus that every machine has, read if no other setting names one: the source code of "
+        "Python's standard library, or the sentences of its docstrings",
     )
     split: str = setting("969,30,1", "weights of train, validation and test", "--split")
     train_paths: tuple[str, ...] = setting(
@@ -144,25 +144,25 @@ class DataConfig(Section):
     )
     objective: Objective = setting(
         Objective.gpt,
-        "gpt: predict every next token of .bin/.idx files | sft: predict the assistant's messages "
-        "in chats, files of rows or folders of them (.jsonl, .json, .parquet, datasets; a row: "
-        "{messages: [{role, content}, ...]}, or as ShareGPT and Alpaca) | masked: predict masked "
-        "tokens of a .bin/.idx file of sentences (maxmeg preprocess --split_sentences), "
-        "with model.attention.causal=false | span_corruption: predict the spans that such a file "
-        "lacks (T5) | seq2seq: predict the texts of data.paths=SOURCE,TARGET from those in the "
-        "same places of the other (maxmeg preprocess --aligned) | classify: the class of a text or "
+        "gpt: the next token, in .bin/.idx files | sft: the assistant's messages of chats, in "
+        ".jsonl, .json, .parquet or datasets' files or folders (a row: {messages: [{role, "
+        "content}, ...]}, or ShareGPT's, Alpaca's) | masked: masked tokens (BERT), in .bin/.idx "
+        "files of sentences (maxmeg preprocess --split_sentences), with "
+        "model.attention.causal=false | span_corruption: removed spans of the same files (T5) | "
+        "seq2seq: text n of the second corpus from text n of the first, "
+        "data.paths=SOURCE,TARGET (maxmeg preprocess --aligned) | classify: the class of a text or "
         "a pair of texts | tag: the class of each word | choose: the right one of several texts; "
-        "these read data.format | ict: find the block of sentences that a sentence is from "
-        "(inverse cloze task), in a file as for masked | retrieve: find the text that answers a "
-        "query, in .jsonl files (a row: {query, text, negatives: [text, ...]}; a text: a string or "
-        "{title, text}); both are for biencoders, with model.attention.causal=false | retro: as "
-        "gpt, with neighbours of the text's chunks",
+        "these three read files in data.format | ict: inverse cloze task, which block a sentence "
+        "was taken from, in the files of masked | retrieve: the text that answers a query, in "
+        ".jsonl files (a row: {query, text, negatives: [text, ...]}; a text: a string or {title, "
+        "text}); ict and retrieve train biencoders, with model.attention.causal=false | retro: the "
+        "next token, with the neighbours of the text's chunks (maxmeg neighbours)",
         "--sft",
     )
     sentence_pairs: bool = setting(
         False,
-        "masked: samples of two segments, which are swapped in half of them, for model.bert."
-        "pair_head; the flag is its negation",
+        "masked: a sample has two segments, which half of the samples swap, and "
+        "model.bert.pair_head predicts it; the flag is its negation",
         "--bert-no-binary-head",
         needs="objective=masked",
     )
@@ -193,14 +193,14 @@ class DataConfig(Section):
     )
     query_length: int = setting(
         64,
-        "most tokens of a query, of the sequence_length that it shares with its texts",
+        "maximum length of a query, tokens; its row of sequence_length tokens also has its texts",
         at_least=3,
         needs="objective=ict|retrieve",
     )
     separate_queries: bool = setting(
         False,
-        "queries have rows of their own, and texts may use all of sequence_length; for "
-        "model.head.biencoder=separate",
+        "queries have rows of their own, of query_length tokens, and texts have all of "
+        "sequence_length; for model.head.biencoder=separate",
         needs="objective=ict|retrieve",
     )
     titles: str = setting(
@@ -232,10 +232,10 @@ class DataConfig(Section):
     )
     too_long: TooLong = setting(
         TooLong.drop,
-        "chats of more than sequence_length + 1 tokens, pairs with a text that is too long "
-        "(seq2seq), and labelled texts of more than sequence_length (of a pair the longer is cut): "
-        "drop (labelled texts for training only) | truncate; their number is reported. ict and "
-        "retrieve always truncate",
+        "what happens to chats of more than sequence_length + 1 tokens, pairs of seq2seq with a "
+        "text that is too long, and labelled texts of more than sequence_length: drop (an error in "
+        "labelled validation sets) | truncate (of a labelled pair the longer text). Their number "
+        "is reported. ict and retrieve always truncate",
         needs="objective=sft|seq2seq|classify|tag|choose",
     )
     packing: Packing = setting(
@@ -258,9 +258,9 @@ class DataConfig(Section):
     )
     start_token: int = setting(
         -1,
-        "id that the targets of an encoder-decoder begin with, in training on pairs and in "
-        "generated text, unless data.tokenizer names bos= (decoder_start_token_id of an imported "
-        "model); -1: by the tokenizer",
+        "id of the first token of an encoder-decoder's targets, in training on pairs and in "
+        "generation, unless data.tokenizer names one (bos=); an import sets it to "
+        "decoder_start_token_id; -1: the tokenizer's",
         at_least=-1,
     )
     neighbours: str = setting(
@@ -271,7 +271,8 @@ class DataConfig(Section):
     )
     read_neighbours: Neighbours = setting(
         Neighbours.nearest,
-        "nearest | shuffled: those of another chunk of the same split | none: without neighbours",
+        "neighbours that the model reads: nearest | shuffled: another chunk's, of the same split | "
+        "none",
         needs="objective=retro",
     )
     num_neighbours: int = setting(
@@ -290,7 +291,7 @@ class DataConfig(Section):
     )
     neighbour_length: int = setting(
         128,
-        "tokens of a neighbour: a chunk and its continuation in the document",
+        "tokens of a neighbour: a chunk and the text that follows it in its document",
         at_least=1,
         needs="objective=retro",
     )

@@ -39,9 +39,9 @@ class HeadConfig(Section):
 
     num_classes: int = setting(
         0,
-        "number of classes that the model predicts for each text or token, in place of tokens; "
-        "1: the score of a choice; 0: as many as data.labels if data.objective needs a head, else "
-        "none: a language model",
+        "number of classes that the model predicts for each text or token, instead of the next "
+        "token; 1: one score for each choice (data.objective=choose); 0: as many as data.labels "
+        "if data.objective needs a head, else no head",
         at_least=0,
     )
     bias: bool = setting(True, "the logits have biases", needs="num_classes")
@@ -63,8 +63,8 @@ class HeadConfig(Section):
     )
     projection: int = setting(
         0,
-        "width of the vectors, by a linear layer from the hidden state of a text's first token, or "
-        "from the pooler's output; 0: that itself, as wide as the model",
+        "width of the vectors: a linear layer projects the hidden state of a text's first token, "
+        "or the pooler's output, to it; 0: no projection",
         "--biencoder-projection-dim",
         at_least=0,
         needs="biencoder=shared|separate",

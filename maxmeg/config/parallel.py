@@ -52,15 +52,16 @@ class ParallelConfig(Section):
     )
     expert_buffer: float = setting(
         1.5,
-        "receive buffer of token dispatch, as a multiple of a device's mean load, or with "
-        "model.moe.backend=batched of an expert's; >= 1; overflow is sent in further rounds",
+        "receive buffer of token dispatch, as a multiple of the mean load of a device (with "
+        "model.moe.backend=batched, of an expert); >= 1; overflow is sent in further rounds",
         at_least=1,
     )
     expert_nodes: int = setting(
         0,
-        "number of nodes that an expert-parallel group spans, if each token is sent once to every "
-        "node that has one of its experts and spread inside it; 1: to each expert's device; 0: by "
-        "nodes if experts are chosen by groups (model.moe.num_groups), with 8 GPUs a node",
+        "dispatch in two levels: number of nodes of an expert-parallel group; a token is sent once "
+        "to every node that has one of its experts, and distributed inside the node; 1: off, a "
+        "token is sent to each expert's device; 0: on, with 8 GPUs per node, if routing is limited "
+        "to groups (model.moe.num_groups), else off",
         at_least=0,
         needs="expert",
     )
@@ -69,17 +70,17 @@ class ParallelConfig(Section):
     )
     context_strategy: str = setting(
         "auto",
-        "how attention reads keys of the sequence's other devices: ring | exchange (all-to-all of "
-        "heads) | hierarchy (exchange inside nodes, ring between them) | gather (of all keys) | "
-        "auto; or by kind of layer, such as attention=ring,local=exchange. In a ring, windows read "
-        "only the tokens before them",
+        "how attention gets the keys and values of the other devices of a sequence: ring | "
+        "exchange (all-to-all of heads) | hierarchy (exchange inside nodes, ring between them) | "
+        "gather (all keys) | auto; or one for each mixer, such as attention=ring,local=exchange. "
+        "With a ring, layers with a window get only the tokens inside it",
         "--cp-comm-type",
         needs="context",
     )
     context_chunks: int = setting(
         0,
-        "number of chunks of a row per device, assigned row by row so that all devices have equal "
-        "amounts of attention within documents (8 is enough); keys are then gathered; 0: two "
+        "number of chunks of a row per device (8 is enough); they are assigned row by row so that "
+        "attention within documents costs all devices the same, and keys are gathered; 0: two "
         "chunks, in Megatron-LM's order",
         "--hybrid-context-parallel",
         at_least=0,
@@ -87,8 +88,8 @@ class ParallelConfig(Section):
     )
     fsdp_context: bool = setting(
         False,
-        "fsdp shards parameters over context too: the devices of a sequence do not hold a whole "
-        "copy of the weights, and gather each layer twice per microbatch",
+        "fsdp shards parameters over context too: the devices of a sequence share one copy of the "
+        "weights, and gather each layer twice per microbatch",
         needs="context",
     )
     context_inner: int = setting(

@@ -52,8 +52,9 @@ class QuantizationConfig(Section):
         "gradients, gradients rounded stochastically; needs compute capability 10.0 or newer | "
         "mxfp4: forward rounds weights and inputs to E2M1 with one scale per 32 elements, backward "
         "multiplies them in model.dtype; emulated with 16-bit products, so it saves memory and "
-        "communication but no time | qat_nvfp4, qat_mxfp4, qat_int8: quantization-aware training: "
-        "as mxfp4, for models that are served in this format; mxfp4 rounds weights alone",
+        "communication but no time | qat_nvfp4, qat_mxfp4, qat_int8: quantization-aware training "
+        "for a model that will be served in this format: forward rounds weights and inputs "
+        "(qat_mxfp4: weights alone), backward multiplies them in model.dtype",
         "--fp8-recipe, --fp4-recipe",
     )
     format: Fp8Format = setting(
@@ -64,7 +65,7 @@ class QuantizationConfig(Section):
     )
     margin: int = setting(
         0,
-        "the scales leave room for magnitudes 2^margin times the largest one of the history",
+        "the scales leave room for magnitudes 2^margin times the amax",
         "--fp8-margin",
         at_least=0,
         at_most=16,
@@ -79,22 +80,22 @@ class QuantizationConfig(Section):
     )
     amax_algorithm: AmaxAlgorithm = setting(
         AmaxAlgorithm.max,
-        "the magnitude that a scale is made for: max: the largest of the history | most_recent: "
-        "that of the last step",
+        "the amax that determines a scale: max: the largest of the history | most_recent: "
+        "the last step's",
         "--fp8-amax-compute-algo",
         needs="recipe=delayed",
     )
     dispatch: bool = setting(
         False,
-        "send tokens to experts in E4M3, and in backward the gradients of their outputs; what "
-        "experts send back stays in model.dtype (DeepSeek-V3). Needs parallel.expert",
+        "send tokens to experts in E4M3, and in backward the gradients of the experts' outputs; "
+        "the way back stays in model.dtype (DeepSeek-V3). Needs parallel.expert",
         needs="recipe=tensorwise|delayed|blockwise|mxfp8",
     )
     backend: BlockBackend = setting(
         BlockBackend.auto,
-        "xla: blockwise's products are of operands dequantized to 16 bits, so it saves memory and "
-        "communication but no time | mosaic: our kernel for Hopper multiplies the 8-bit operands, "
-        "those of experts with model.moe.backend=batched or mosaic; it has not run on a GPU yet | "
-        "auto: xla, or what benchmarks/gpu.py --choices has measured to be faster",
+        "matrix products of blockwise. xla: operands are dequantized to 16 bits, which saves "
+        "memory and communication but no time | mosaic: our kernel for Hopper multiplies the 8-bit "
+        "operands (of experts with model.moe.backend=batched or mosaic); it has not run on a GPU "
+        "yet | auto: xla, or the backend that benchmarks/gpu.py --choices has measured as faster",
         needs="recipe=blockwise",
     )

@@ -132,8 +132,8 @@ class OptimConfig(Section):
     decay: LrDecay = setting(LrDecay.cosine, "schedule after the warm-up", "--lr-decay-style")
     warmup_steps: int = setting(
         0,
-        "steps of linear warm-up; like all lengths in steps here, converted to the samples of the "
-        "first steps of the run; steps before a resume count with their own batch size",
+        "steps of linear warm-up. Schedules advance by samples: a length in steps, here and below, "
+        "means the samples of the run's first steps, with the batch sizes that they had",
         "--lr-warmup-iters",
         at_least=0,
     )
@@ -345,12 +345,13 @@ class CheckpointConfig(Section):
     )
     load: str = setting(
         "auto",
-        "auto: resume from the run folder | none: never resume | FOLDER: auto, else from that run",
+        "auto: resume from the run folder | none: refuse a run folder that holds checkpoints | "
+        "FOLDER: as auto; if the run folder holds none, resume from that run",
         "--load",
     )
     init_from: str = setting(
         "",
-        "folder of initial weights (a run, or written by maxmeg.convert); empty: random",
+        "folder of initial weights: a run, or a model that maxmeg convert wrote; empty: random",
         "--finetune",
     )
     upcycle_noise: float = setting(
@@ -428,7 +429,7 @@ class LoraConfig(Section):
     )
     targets: tuple[str, ...] = setting(
         ("query", "value"),
-        "patterns of the projections with adapters, by path or its end: mixers.attention.*, mlp.up",
+        "projections with adapters: patterns of names or their ends: mixers.attention.*, mlp.up",
         needs="rank",
     )
 
@@ -487,13 +488,13 @@ class Config(Section):
     watchdog: WatchdogConfig = setting(WatchdogConfig, "hangs and dead processes")
     encoder: ModelConfig | None = setting(
         ModelConfig,
-        "encoder beside the decoder, with all fields of model (encoder.num_layers ...); absent "
-        "unless one of them is set. No model reads it yet: it must be absent",
+        "reserved for an encoder with settings of its own (encoder.num_layers ...). No model reads "
+        "it yet: setting one of them is an error. T5's encoder is part of model.layers",
         absent=True,
     )
     vision: ModelConfig | None = setting(
         ModelConfig,
-        "vision tower, with all fields of model; absent unless one of them is set. No model reads "
-        "it yet: it must be absent",
+        "reserved for a vision tower (vision.num_layers ...). No model reads it yet: setting one "
+        "of them is an error",
         absent=True,
     )
