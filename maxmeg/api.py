@@ -53,7 +53,7 @@ def load(
     mtp: bool = False,
     average: bool = False,
 ) -> LanguageModel:
-    """Load a run, or a folder that `maxmeg convert` has written.
+    """Load a run, or the model of a Hugging Face folder.
 
     step: of the checkpoint; default the newest intact one. tensor: number of tensor-parallel
     devices. dtype: of the computation, float32, bfloat16 or float16; default the run's. The weights

@@ -38,7 +38,7 @@ class Plan:
 class ModelOptions:
     """The model that a command loads."""
 
-    run_dir: str = setting("runs/gpt", "folder of the run, or of a converted model")
+    run_dir: str = setting("runs/gpt", "folder of a run, or a Hugging Face folder")
     step: int = setting(-1, "step of the checkpoint; -1: the newest intact one", at_least=-1)
     dtype: str = setting("", "compute dtype, float32, bfloat16 or float16; empty: the run's")
     tensor: int = setting(1, "number of tensor-parallel devices", at_least=1)
@@ -106,7 +106,7 @@ class Retrieve(ModelOptions):
 class Neighbours:
     """The model that embeds chunks of text."""
 
-    encoder: str = setting("runs/bert", "folder of the run or the imported model")
+    encoder: str = setting("runs/bert", "folder of a run, or a Hugging Face folder")
     pooling: str = setting("mean", "of a text's tokens: mean | first | pooler")
 
 

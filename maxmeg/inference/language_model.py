@@ -27,6 +27,7 @@ from maxmeg.data.tokenizers.load import load_tokenizer
 from maxmeg.data.tokenizers.tokenizer import Tokenizer
 from maxmeg.hf.convert import Report, export_model
 from maxmeg.hf.trained import CARRIED, carried_folder
+from maxmeg.hf.matching import small_files
 from maxmeg.inference.activations import capture
 from maxmeg.inference.classification import Text, class_probabilities, logits
 from maxmeg.inference.embeddings import Embedder, Pooling, embedders
@@ -253,7 +254,9 @@ class LanguageModel:
         checkpointer.check()
         run_folder.write(config)
         if carried.is_dir():
-            shutil.copytree(carried, target / CARRIED)
+            (target / CARRIED).mkdir()
+        for path in small_files(carried):
+            shutil.copyfile(path, target / CARRIED / path.name)
 
     def to_huggingface(self, folder: str | os.PathLike, dtype: str = "bfloat16") -> Report:
         """Write a folder that transformers' from_pretrained loads, with LoRA adapters merged.

@@ -13,7 +13,6 @@ from maxmeg.checkpoint.integrity import Manifest
 from maxmeg.checkpoint.manager import Checkpointer
 from maxmeg.checkpoint.resume import check_averages, restore
 from maxmeg.config import values
-from maxmeg.config.files import checkpoints_of
 from maxmeg.config.hints import hub_command
 from maxmeg.config.model import DType
 from maxmeg.config.model_rules import expert_layout_problems
@@ -26,6 +25,7 @@ from maxmeg.data.samples.aligned import start_token
 from maxmeg.data.tokenizers.load import load_tokenizer
 from maxmeg.data.tokenizers.tokenizer import Tokenizer
 from maxmeg.models.lm import LM
+from maxmeg.hf.folder import open_checkpoints
 from maxmeg.optim.build import make_optimizer
 from maxmeg.parallel.mesh import local_mesh, make_mesh, sizes_of
 from maxmeg.parallel.rules import is_exact, is_variable
@@ -68,7 +68,8 @@ def load_run(
     mtp: bool = False,
     average: bool = False,
 ) -> Trained:
-    """Load the model of a run at `step` (default: its newest intact checkpoint) on any mesh.
+    """Load the model of a run at `step` (default: its newest intact checkpoint), or that of a
+    Hugging Face folder, on any mesh.
 
     Only the model's arrays are read. mesh: default one device. dtype: compute dtype, default the
     run's. Weights are held in it, or with `master_weights` in float32 as in the checkpoint. mtp:
@@ -78,7 +79,7 @@ def load_run(
     axis, or that of experts by the expert axis.
     """
     mesh = mesh or local_mesh()
-    checkpointer = Checkpointer(checkpoints_of(run_dir))
+    checkpointer = open_checkpoints(run_dir)
 
     def use(step: int, manifest: Manifest) -> Trained:
         config = run_folder.read(manifest.metadata["config"], run_dir)
@@ -110,7 +111,8 @@ def load_run(
     if found is None:
         folder = checkpointer.folder
         raise ValueError(
-            f"{folder} holds no checkpoint: give the run_dir of a training run"
+            f"{folder} holds no checkpoint: give the run_dir of a training run, or a Hugging Face "
+            f"folder with config.json"
             f"{hub_command(run_dir)}"
         )
     return found
