@@ -28,7 +28,7 @@ from maxmeg.data.tokenizers.load import load_tokenizer
 from maxmeg.data.tokenizers.tokenizer import Tokenizer
 from maxmeg.inference.activations import capture
 from maxmeg.inference.adapters import with_adapters
-from maxmeg.inference.engine import Engine
+from maxmeg.inference.engine import Engine, with_former_names
 from maxmeg.inference.language_model import LanguageModel
 from maxmeg.inference.load import load_run, without_pipeline
 from maxmeg.objectives.objective import Objective, TargetLoss, objective_of
@@ -72,6 +72,7 @@ def engine(
     folder: str | os.PathLike,
     step: int | None = None,
     tensor: int = 1,
+@with_former_names
     dtype: str = "",
     mtp: bool = False,
     adapters: Mapping[str, str | os.PathLike] | None = None,
@@ -80,8 +81,8 @@ def engine(
     """Load a run, as `load`, into an engine that generates text for many requests at once.
 
     mtp: let the model's MTP layers propose tokens, one each. adapters: folders of LoRA adapters by
-    the names that requests choose (`Request.adapter`). sizes: settings of Engine, such as lanes=64.
-    ValueError as `load`, and for adapters of another base.
+    the names that requests choose (`Request.adapter`). sizes: settings of Engine, such as
+    max_num_seqs=64. ValueError as `load`, and for adapters of another base.
     """
     trained = with_adapters(load(folder, step, tensor, dtype, mtp=mtp).trained, adapters or {})
     return Engine(trained, **{"proposals": trained.config.model.mtp.num_layers, **sizes})

@@ -10,6 +10,8 @@ import concurrent.futures
 import dataclasses
 import functools
 import itertools
+import typing
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
@@ -46,8 +48,15 @@ PREFILL_TOKENS = 2048  # of prompts that are read while other requests wait for 
 DEFAULT_TOKENS = 100  # of a reply
 TURN = 256  # later requests that may go before the next reply of a request, or a slow grammar's
 MASK_SECONDS = 0.001  # that a step waits for masks of grammars that are not slow
+FORMER_NAMES = {
+    "lanes": "max_num_seqs",
+    "slots": "block_size",
+    "proposals": "num_speculative_tokens",
+}
 IDLE_SECONDS = 0.02  # that a step waits for a mask if there is nothing else to do
 
+P = typing.ParamSpec("P")
+T = typing.TypeVar("T")
 Step = dict[int, Chunk | Token]  # its rows, by their index in the array that the programs get
 
 
@@ -73,37 +82,57 @@ class Started:
     arrays: tuple[jax.Array, ...]
 
 
+def with_former_names(function: Callable[P, T]) -> Callable[P, T]:
+    """Accept the former names of arguments too, with a warning, until the next release."""
+
+    @functools.wraps(function)
+    def renamed(*arguments: P.args, **settings: P.kwargs) -> T:
+        for former in settings.keys() & FORMER_NAMES.keys():
+            name = FORMER_NAMES[former]
+            text = f"{former}= is now {name}=; the old name ends with the next release"
+            if name in settings:
+                raise TypeError(f"{text}: give one of them")
+            warnings.warn(text, FutureWarning, stacklevel=2)
+            settings[name] = settings.pop(former)
+        return function(*arguments, **settings)
+
+    return renamed
+
+
 class Engine:
     """Serves a model on its mesh; if that has several processes, each makes the same calls, or the
     others follow process 0 (`followers`).
 
-    lanes: most requests at a time on each replica of the model, along data, fsdp and expert; on a
-    CPU at least 2. pages: number of KV-cache pages per replica; 0: as many as lanes and memory
-    allow. slots: number of tokens per page. chunk: number of tokens of a prompt that are read at
-    once, on a CPU at most 64. prefill_tokens: largest number of prompt tokens that are read while
-    other requests wait for their next token. share: prefix caching, prompts with the same beginning
-    share its pages. proposals: speculative decoding, number of draft tokens per step: fewer steps,
-    and the same reply but for rounding. They come from the model's MTP layers, one from each, or if
-    it has none from the text before (`NGrams`). The prompt of an encoder-decoder is its source,
-    which is read at once, and is not shared. ValueError for a model that is not causal, for more
-    proposals than MTP layers, and for proposals for a model with states that cannot be taken back.
+    max_num_seqs: most requests at a time on each replica of the model, along data, fsdp and expert;
+    on a CPU at least 2. pages: number of KV-cache pages per replica; 0: as many as max_num_seqs and
+    memory allow. block_size: number of tokens per page. chunk: number of tokens of a prompt that
+    are read at once, on a CPU at most 64. prefill_tokens: largest number of prompt tokens that are
+    read while other requests wait for their next token. share: prefix caching, prompts with the
+    same beginning share its pages. num_speculative_tokens: speculative decoding, number of draft
+    tokens per step: fewer steps, and the same reply but for rounding. They come from the model's
+    MTP layers, one from each, or if it has none from the text before (`NGrams`). The prompt of an
+    encoder-decoder is its source, which is read at once, and is not shared. ValueError for a model
+    that is not causal, for more draft tokens than MTP layers, and for draft tokens of a model with
+    states that cannot be taken back.
     """
 
+    @with_former_names
     def __init__(
         self,
         trained: Trained,
-        lanes: int = LANES,
+        max_num_seqs: int = LANES,
         pages: int = 0,
-        slots: int = SLOTS,
+        block_size: int = SLOTS,
         chunk: int = CHUNK,
         prefill_tokens: int = PREFILL_TOKENS,
         share: bool = True,
-        proposals: int = 0,
+        num_speculative_tokens: int = 0,
     ) -> None:
         self.trained, self.model = trained, trained.config.model
         check_causal(self.model)
-        if lanes < 1:
-            raise ValueError(f"lanes={lanes} must be at least 1")
+        if max_num_seqs < 1:
+            raise ValueError(f"max_num_seqs={max_num_seqs} must be at least 1")
+        lanes, slots, proposals = max_num_seqs, block_size, num_speculative_tokens
         if self.trained.mesh.devices.flat[0].platform == "cpu":
             lanes, chunk = max(lanes, CPU_LANES), min(chunk, CPU_CHUNK)
         self.start = trained.start_token if self.model.has_source else None

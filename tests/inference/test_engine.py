@@ -47,7 +47,7 @@ LENGTH, NEW = 64, 8
 NEAR = 1e-5  # of log-probabilities: float32 sums in another order, over at most 64 numbers
 MERGED = 1e-4  # of log-probabilities: rounding of W + A B, where an engine adds the products
 ADAPTERS = {"whole": (3, ""), "narrow": (1, "out"), "inner": (2, "value")}  # rank, part of a path
-SMALL = {"lanes": 3, "slots": 4, "chunk": 8}  # prompts of several chunks, and chunks of two pages
+SMALL = {"max_num_seqs": 3, "block_size": 4, "chunk": 8}  # chunks of two pages
 DELTA_SIZES = {"delta.num_heads": 8, "delta.num_key_heads": 4, "delta.key_size": 6}
 DELTA_SIZES |= {"delta.chunk": 4, "attention.output_gate": True}
 
@@ -354,7 +354,7 @@ def test_a_reply_does_not_depend_on_what_else_is_served(kind):
 
 @functools.cache
 def proposing(kind: str) -> Engine:
-    return Engine(adapted(kind, *ADAPTERS), **SMALL, proposals=3)
+    return Engine(adapted(kind, *ADAPTERS), **SMALL, num_speculative_tokens=3)
 
 
 @pytest.mark.parametrize("kind", ["grouped", pytest.param("latent", marks=pytest.mark.slow)])
@@ -384,7 +384,7 @@ def test_proposals_change_no_reply(kind, name):
 @pytest.mark.parametrize("kind", ["convolution", "delta", "mamba"])
 def test_states_are_neither_taken_back_nor_shared(kind, capsys):
     with pytest.raises(ValueError, match="3 draft tokens: this model has layers with states"):
-        Engine(trained(kind), **SMALL, proposals=3)
+        Engine(trained(kind), **SMALL, num_speculative_tokens=3)
     start.load(Serve(max_num_seqs=2, chunk=8, block_size=4, run_dir="runs/gpt"), trained(kind))
     assert "no prefix cache" in capsys.readouterr().out
 
@@ -472,8 +472,8 @@ def test_bad_prompts_are_named():
         served.stream(long, request)
     with pytest.raises(ValueError, match="num_tokens=0 must be at least 1"):
         Request(0, GREEDY)
-    with pytest.raises(ValueError, match="lanes=0 must be at least 1"):
-        Engine(trained("grouped"), lanes=0)
+    with pytest.warns(FutureWarning), pytest.raises(ValueError, match="max_num_seqs=0 must be"):
+        Engine(trained("grouped"), lanes=0)  # pyright: ignore
     check_length(1, 15, 16)
     with pytest.raises(ValueError, match="at most 0 tokens"):
         check_length(17, 1, 16)
