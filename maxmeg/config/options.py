@@ -110,8 +110,28 @@ class Neighbours:
     pooling: str = setting("mean", "of a text's tokens: mean | first | pooler")
 
 
+class LongRope(enum.Enum):
+    """Which length of a generated text chooses between LongRoPE's short and long factors: the most
+    tokens that it may have, or those that it has, as in transformers' Phi-3."""
+
+    longest = "longest"
+    current = "current"
+
+
 @dataclasses.dataclass
-class SamplingOptions(ModelOptions):
+class GenerationOptions(ModelOptions):
+    """A model that generates text."""
+
+    longrope: str = setting(
+        "longest",
+        "a model with LongRoPE has its long factors where prompt and most new tokens exceed the "
+        "original length: longest | as in transformers once the text exceeds it, which is then "
+        "read again: current",
+    )
+
+
+@dataclasses.dataclass
+class SamplingOptions(GenerationOptions):
     """A model, and how tokens are sampled from it."""
 
     num_tokens: int = setting(100, "most tokens to generate per prompt, >= 1", at_least=1)
@@ -161,7 +181,7 @@ class Chat(SamplingOptions):
 
 
 @dataclasses.dataclass
-class EngineOptions(ModelOptions):
+class EngineOptions(GenerationOptions):
     """A model and the sizes of its engine."""
 
     expert: int = setting(1, "number of devices among which experts are divided", at_least=1)

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from maxmeg.config.mixers import RotaryScaling
-from maxmeg.config.model import ModelConfig
+from maxmeg.config.options import LongRope
 from maxmeg.data.chat.ends import end_tokens
 from maxmeg.inference.grammar import Grammars, Masks, Matcher
 from maxmeg.inference.load import Trained
@@ -194,15 +194,14 @@ class Engine:
         `check`."""
         self.check(prompt, request)
         reply = Reply(tuple(map(int, prompt)), request, seed, number)
-        # Keys and values depend on these.
-        salt = f"{row_length(self.model, reply, 0)} {request.adapter}".encode()
         before = reply.prompt if self.start is None else (self.start,)
         place = next(self._arrivals) + number * TURN
-        job = Job(place, before, request.num_tokens, salt)
+        job = Job(place, before, request.num_tokens, self._salt(reply))
         # The log-probabilities of a prompt, and its part in penalties, are known once it is read.
         job.shares = not request.prompt_logprobs and request.sampling.repetition_penalty == 1
-        job.most_proposals = 0 if request.grammar else self.programs.proposals
-        job.waits = request.grammar is not None or self.programs.proposals > 0
+        known = request.grammar is not None or self._may_turn_long(reply)
+        job.most_proposals = 0 if known else self.programs.proposals
+        job.waits = known or self.programs.proposals > 0
         context = before if self.start is None else ()
         text = Text(self.trained.tokenizer, context, request.stops)
         matcher = request.grammar and request.grammar.matcher()
@@ -341,7 +340,7 @@ class Engine:
         columns = {
             "start": row.start,
             "lane": job.lane % self.programs.size.lanes,
-            "row_length": row_length(self.model, reply, row.start),
+            "row_length": self._row_length(reply, row.start),
             "adapter": self.adapters.index(reply.request.adapter),
             "wants_top": sampling.top_logprobs > 0,
             "penalises": sampling.penalises,
@@ -442,7 +441,34 @@ class Engine:
             return self._end(job, "stop")
         if len(job.tokens) == request.num_tokens:
             return self._end(job, "length")
+        if self._may_turn_long(reply) and (salt := self._salt(reply)) != job.salt:
+            job.salt = salt
+            self.scheduler.preempt(job)  # its keys are computed again, with the long factors
         self._start_mask(job)
+
+    def _row_length(self, reply: Reply, cached: int) -> int:
+        """Return a length for which the rotation is that of a row with `cached` tokens before its
+        next one.
+
+        LongRoPE: by the most tokens that it may have, or those that it has; dynamic: by those so
+        far; 0: it does not matter.
+        """
+        rotary, length = self.model.rotary, len(reply.prompt)
+        if rotary.scaling is RotaryScaling.longrope:
+            is_current = self.trained.longrope is LongRope.current
+            length += len(reply.tokens) if is_current else reply.request.num_tokens
+            return rotary.original_length + (length > rotary.original_length)
+        return max(length, cached + 1) if rotary.scaling is RotaryScaling.dynamic else 0
+
+    def _may_turn_long(self, reply: Reply) -> bool:
+        """Whether a row may begin with the short factors of LongRoPE and exceed their length."""
+        is_current = self.trained.longrope is LongRope.current
+        short, length = self.model.rotary.original_length, len(reply.prompt)
+        return is_current and length <= short < length + reply.request.num_tokens
+
+    def _salt(self, reply: Reply) -> bytes:
+        """Return what keys and values depend on beside the tokens."""
+        return f"{self._row_length(reply, 0)} {reply.request.adapter}".encode()
 
     def _start_mask(self, job: Job) -> None:
         """Compute the mask of a job's next token, if it follows a grammar."""
@@ -465,15 +491,3 @@ def top_of(request: Request, tokens: np.ndarray, logprobs: np.ndarray) -> list:
     count = request.sampling.top_logprobs
     pairs = zip(tokens.tolist(), logprobs.tolist(), strict=True)
     return [list(itertools.islice(pairs, count))] if count else []
-
-
-def row_length(model: ModelConfig, reply: Reply, cached: int) -> int:
-    """A length for which the rotation is that of a row with `cached` tokens before its next one.
-
-    LongRoPE: by the most tokens that it may have; dynamic: by those so far; 0: it does not matter.
-    """
-    rotary, length = model.rotary, len(reply.prompt)
-    if rotary.scaling is RotaryScaling.longrope:
-        longest = length + reply.request.num_tokens
-        return rotary.original_length + (longest > rotary.original_length)
-    return max(length, cached + 1) if rotary.scaling is RotaryScaling.dynamic else 0

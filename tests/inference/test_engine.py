@@ -15,7 +15,7 @@ from layouts import mesh_of, tiny, tiny_state
 
 from maxmeg.config.mixers import RotaryScaling
 from maxmeg.config.model import DType
-from maxmeg.config.options import Serve
+from maxmeg.config.options import LongRope, Serve
 from maxmeg.data.tokenizers.load import load_tokenizer
 from maxmeg.inference.adapters import Adapter, attached
 from maxmeg.inference.engine import Engine, Reply
@@ -79,6 +79,7 @@ MODELS = {
         "rotary.base": 50.0,
     },
 }
+MODELS["current longrope"] = MODELS["longrope"]
 MODELS["dropping experts"] = MODELS["experts"] | {"moe.capacity_factor": 0.5}
 
 
@@ -90,7 +91,8 @@ def trained(kind: str, **parallel: int) -> Trained:
     config = tiny(model, **parallel or {"fsdp": 1})
     mesh = mesh_of(config)
     _, _, state = tiny_state(config, mesh)
-    return Trained(state.model, config, load_tokenizer("bytes"), 0, mesh)
+    longrope = LongRope.current if kind.startswith("current") else LongRope.longest
+    return Trained(state.model, config, load_tokenizer("bytes"), 0, mesh, longrope=longrope)
 
 
 def adapter(model, rank: int, part: str) -> Adapter:
@@ -131,7 +133,8 @@ def forward(kind: str):
 
     def padded(ids, prompt, name=""):
         row = np.pad(ids, (0, LENGTH - len(ids)))[None]
-        return np.asarray(jitted(models[name], row, np.int32(len(prompt) + NEW)))[: len(ids)]
+        length = len(ids) if kind.startswith("current") else len(prompt) + NEW
+        return np.asarray(jitted(models[name], row, np.int32(length)))[: len(ids)]
 
     jitted = jax.jit(logits_LV)
     return padded
@@ -155,7 +158,7 @@ def check_greedy(kind: str, prompt, reply: Reply) -> None:
     assert len(ids) == len(prompt) + NEW and reply.reason == "length"
 
 
-QUICK = ("grouped", "longrope")
+QUICK = ("grouped", "current longrope")
 
 
 @pytest.mark.parametrize(
