@@ -40,7 +40,7 @@ def checkpoints_of(run_dir: str | os.PathLike[str]) -> str:
 def is_model_folder(folder: str | os.PathLike[str]) -> bool:
     """Return whether a folder is one of Hugging Face, with a config.json or weights, and no run."""
     names = {path.name for path in pathlib.Path(folder).glob("*")}
-    return not names & {CONFIG_FILE, CHECKPOINTS} and bool(names & MODEL_FILES)
+    return bool(names & MODEL_FILES) and not {CONFIG_FILE, CHECKPOINTS} <= names
 
 
 def to_dict(config: typing.Any) -> dict[str, typing.Any]:

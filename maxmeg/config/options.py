@@ -124,9 +124,8 @@ class GenerationOptions(ModelOptions):
 
     longrope: str = setting(
         "longest",
-        "a model with LongRoPE has its long factors where prompt and most new tokens exceed the "
-        "original length: longest | as in transformers once the text exceeds it, which is then "
-        "read again: current",
+        "LongRoPE's factors: longest, by the most tokens that a text may have | current, by those "
+        "that it has, as in transformers",
     )
 
 

@@ -199,9 +199,9 @@ class Engine:
         job = Job(place, before, request.num_tokens, self._salt(reply))
         # The log-probabilities of a prompt, and its part in penalties, are known once it is read.
         job.shares = not request.prompt_logprobs and request.sampling.repetition_penalty == 1
-        known = request.grammar is not None or self._may_turn_long(reply)
-        job.most_proposals = 0 if known else self.programs.proposals
-        job.waits = known or self.programs.proposals > 0
+        is_sequential = request.grammar is not None or self._may_turn_long(reply)
+        job.most_proposals = 0 if is_sequential else self.programs.proposals
+        job.waits = is_sequential or self.programs.proposals > 0
         context = before if self.start is None else ()
         text = Text(self.trained.tokenizer, context, request.stops)
         matcher = request.grammar and request.grammar.matcher()
