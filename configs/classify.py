@@ -11,20 +11,18 @@ Three epochs of 20,000 texts: --train.num_steps=1875. Prints validation accuracy
 or not), after half an hour on two CPU cores.
 """
 
-import os
-
-from maxmeg.config import files
 from maxmeg.config.data import Objective, Scored, TooLong
 from maxmeg.config.head import OUTPUT_FIELDS, HeadConfig
 from maxmeg.config.model import DType, ModelConfig
 from maxmeg.config.schema import Config, LrDecay
 from maxmeg.config.setting import get, with_fields
+from maxmeg.hf.settings import next_run, settings_of
 
 
 def get_config(folder: str = "") -> Config:
     if not folder:
         raise ValueError("which model? write --config=classify:FOLDER")
-    source = files.load(os.path.join(folder, "config.yaml"))
+    source = settings_of(folder)
     plain = {name: get(ModelConfig(), name) for name in OUTPUT_FIELDS}
     config = Config(model=with_fields(source.model, {**plain, "tied": True, "head": HeadConfig()}))
     model, data, train = config.model, config.data, config.train
@@ -34,7 +32,7 @@ def get_config(folder: str = "") -> Config:
     data.scored = Scored.last if model.attention.causal else Scored.first
     data.sequence_length = min(model.max_position - model.bert.position_offset, 128)
     data.split, train.eval_steps, train.eval_every = "9,1,0", 0, 200
-    config.run_dir = f"{os.path.normpath(folder)}-classifier"
+    config.run_dir = next_run(folder, "classifier")
     config.checkpoint.init_from = folder
     config.optim.lr, config.optim.warmup_fraction, config.optim.decay = 2e-5, 0.1, LrDecay.linear
     return config

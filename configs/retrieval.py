@@ -8,22 +8,20 @@ docs/retrieval.md). Other corpora: a PREFIX written by `maxmeg preprocess --spli
 or retrieval:,separate, has an encoder of queries and another of texts.
 """
 
-import os
-
-from maxmeg.config import files
 from maxmeg.config.data import Objective
 from maxmeg.config.head import OUTPUT_FIELDS, Biencoder, two_encoders
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.schema import Config
 from maxmeg.config.setting import get, with_fields
 from maxmeg.configs import bert
+from maxmeg.hf.settings import next_run, settings_of
 
 
 def get_config(argument: str = "") -> Config:
     folder, _, kind = argument.partition(",")
     biencoder, config = Biencoder[kind or "shared"], bert.get_config()
     if folder:
-        source = files.load(os.path.join(folder, "config.yaml"))
+        source = settings_of(folder)
         config.model, config.data.tokenizer = source.model, source.data.tokenizer
         config.checkpoint.init_from, config.optim.lr, config.optim.min_lr = folder, 2e-5, 0.0
     plain = {name: get(ModelConfig(), name) for name in OUTPUT_FIELDS}
@@ -36,5 +34,5 @@ def get_config(argument: str = "") -> Config:
         config.model.num_layers *= 2
         data.separate_queries, data.sequence_length = True, 256
     config.train.global_batch_size, config.train.score_scaling = 32, True
-    config.run_dir = f"{os.path.normpath(folder)}-biencoder" if folder else "runs/biencoder"
+    config.run_dir = next_run(folder, "biencoder") if folder else "runs/biencoder"
     return config

@@ -17,6 +17,7 @@ from maxmeg.config import files, values
 from maxmeg.config.files import checkpoint_folder
 from maxmeg.config.model import DType
 from maxmeg.config.named import load_config
+from maxmeg.config.options import LongRope
 from maxmeg.config.schema import Config
 from maxmeg.config.setting import with_fields
 from maxmeg.config.validate import axis_sizes, resolve
@@ -28,9 +29,9 @@ from maxmeg.data.tokenizers.load import load_tokenizer
 from maxmeg.data.tokenizers.tokenizer import Tokenizer
 from maxmeg.inference.activations import capture
 from maxmeg.inference.adapters import with_adapters
-from maxmeg.inference.engine import Engine
+from maxmeg.inference.engine import Engine, with_former_names
 from maxmeg.inference.language_model import LanguageModel
-from maxmeg.inference.load import load_run, without_pipeline
+from maxmeg.inference.load import load_run, with_longrope, without_pipeline
 from maxmeg.objectives.objective import Objective, TargetLoss, objective_of
 from maxmeg.parallel.mesh import local_mesh, make_mesh
 from maxmeg.plan import Options, check_options, plan_for
@@ -52,22 +53,26 @@ def load(
     master_weights: bool = False,
     mtp: bool = False,
     average: bool = False,
+    longrope: str = "longest",
 ) -> LanguageModel:
-    """Load a run, or a folder that `maxmeg convert` has written.
+    """Load a run, or the model of a Hugging Face folder.
 
     step: of the checkpoint; default the newest intact one. tensor: number of tensor-parallel
     devices. dtype: of the computation, float32, bfloat16 or float16; default the run's. The weights
     are held in it, or with `master_weights` in float32 as in the checkpoint: to train them further
     or to save them. mtp: load MTP layers too. average: load the averages of
-    optim.ema in place of the weights. ValueError for a folder without a checkpoint, or without the
-    MTP layers or averages that are asked for.
+    optim.ema in place of the weights. longrope: for a model with LongRoPE, "current" chooses its
+    factors as transformers does (docs/serving.md). ValueError for a folder without a checkpoint, or
+    for a model without the MTP layers, averages or LongRoPE that are asked for.
     """
     set_gpu_environment()
     chosen = values.convert("dtype", dtype, DType) if dtype else None
     path, mesh = os.fspath(folder), local_mesh(tensor)
-    return LanguageModel.of(load_run(path, step, mesh, chosen, master_weights, mtp, average))
+    trained = load_run(path, step, mesh, chosen, master_weights, mtp, average)
+    return LanguageModel.of(with_longrope(trained, values.convert("longrope", longrope, LongRope)))
 
 
+@with_former_names
 def engine(
     folder: str | os.PathLike,
     step: int | None = None,
@@ -75,16 +80,19 @@ def engine(
     dtype: str = "",
     mtp: bool = False,
     adapters: Mapping[str, str | os.PathLike] | None = None,
+    longrope: str = "longest",
     **sizes: typing.Any,
 ) -> Engine:
     """Load a run, as `load`, into an engine that generates text for many requests at once.
 
     mtp: let the model's MTP layers propose tokens, one each. adapters: folders of LoRA adapters by
-    the names that requests choose (`Request.adapter`). sizes: settings of Engine, such as lanes=64.
-    ValueError as `load`, and for adapters of another base.
+    the names that requests choose (`Request.adapter`). sizes: settings of Engine, such as
+    max_num_seqs=64. ValueError as `load`, and for adapters of another base.
     """
-    trained = with_adapters(load(folder, step, tensor, dtype, mtp=mtp).trained, adapters or {})
-    return Engine(trained, **{"proposals": trained.config.model.mtp.num_layers, **sizes})
+    loaded = load(folder, step, tensor, dtype, mtp=mtp, longrope=longrope)
+    trained = with_adapters(loaded.trained, adapters or {})
+    sizes = {"num_speculative_tokens": trained.config.model.mtp.num_layers, **sizes}
+    return Engine(trained, **sizes)
 
 
 def config(name: str, **overrides: typing.Any) -> Config:

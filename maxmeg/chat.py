@@ -46,7 +46,7 @@ def main(options: Options) -> None:
     config, tokenizer = trained.config, trained.tokenizer
     load_chat_template(tokenizer, config.data.chat_template)  # refuses a model without one
     ends = end_tokens(tokenizer, config.data, config.model.vocab_size)
-    engine = Engine(trained, lanes=1)
+    engine = Engine(trained, max_num_seqs=1)
     room = config.model.max_position
 
     def encode(messages: list[dict[str, str]]) -> np.ndarray:

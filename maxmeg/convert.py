@@ -25,9 +25,8 @@ from maxmeg.hf import convert, peft
 from maxmeg.hf.families.classifier_tables import CLASSIFIERS
 from maxmeg.hf.families.encoder_tables import ENCODERS
 from maxmeg.hf.families.t5_tables import ENCODER_DECODERS
-from maxmeg.hf.formats import gguf
 from maxmeg.hf.formats.safetensors import read_json
-from maxmeg.hf.formats.source import Source
+from maxmeg.hf.matching import describe_match
 from maxmeg.megatron import convert as megatron
 
 
@@ -47,10 +46,10 @@ def main(*arguments: typing.Any) -> None:
         raise ValueError(f"{options.input}: --config is for Megatron's, --list for all others")
     if options.list:
         if inward:
-            pairs = convert.imported(opened(options))
+            pairs = convert.imported(convert.open_source(options.input))
         else:
             pairs = convert.exported(options.input, options.family)
-        print("\n".join(convert.describe_match(pairs)))
+        print("\n".join(describe_match(pairs)))
         return
     step = None if options.step < 0 else options.step
     if options.to is To.peft:
@@ -108,12 +107,7 @@ def to_maxmeg(options: Options, config: Config | None) -> convert.Report:
     if megatron.is_checkpoint(options.input):
         tokenizer = f"huggingface:{Path(tokenizer).absolute()}" if is_file else tokenizer
         return megatron.import_megatron(options.input, options.output, config, tokenizer)
-    source = opened(options)
+    source = convert.open_source(options.input)
     if is_file:
         source, tokenizer = convert.with_tokenizer(source, tokenizer), ""
     return convert.import_model(source, options.output, tokenizer)
-
-
-def opened(options: Options) -> Source:
-    is_gguf = Path(options.input).suffix == ".gguf"
-    return gguf.open_file(options.input) if is_gguf else convert.open_folder(options.input)

@@ -44,7 +44,7 @@ def make_engine(trained: Trained, options: Options, lanes: int) -> Engine | Gene
             f"layers={config.model.layers!r}, reads no neighbours: leave both out"
         )
     if not config.model.has_neighbours:
-        return Engine(trained, lanes=lanes)
+        return Engine(trained, max_num_seqs=lanes)
     if not looks_up:
         return Generator(trained, None, lanes)
     if kind is Neighbours.shuffled:

@@ -108,11 +108,9 @@ MISTAKES = {
     "no output": (("input=hf",), "no --output: name the folder"),
     "shards": (("to=huggingface", "input=r", "output=run", "shard_gb=0"), "must be above 0"),
     "averages": (("input=hf", "output=run", "average=true"), "average=True has no effect without"),
-    "family": (("input=hf", "output=run", "family=GPTNeoXForCausalLM"), "has no effect without"),
     "tokenizer": (("to=peft", "input=r", "output=run", "tokenizer=x"), "effect without to=maxmeg"),
-    "steps": (("to=peft", "input=r", "output=run", "step=-5"), "step=-5 must be at least -1"),
     "no folder": (("input=none", "output=run"), "none is not a folder"),
-    "a run as input": (("to=huggingface", "input=hf", "output=run"), "holds no checkpoint"),
+    "no run": (("to=huggingface", "input=none", "output=run"), "holds no checkpoint"),
     "no tokenizer": (("input=hf", "output=run", "tokenizer=x.json"), "give a tokenizer.json"),
     "no gguf": (("input=x.gguf", "output=run"), "gguf"),
 }

@@ -5,6 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hf_folders import convert_in, make_folder
 from layouts import by_name, mesh_of, tiny, tiny_state
 
 from maxmeg.checkpoint.initialize import create_state
@@ -12,11 +13,13 @@ from maxmeg.checkpoint.manager import Checkpointer
 from maxmeg.checkpoint.resume import resume, start
 from maxmeg.config import files
 from maxmeg.config.model import Position
+from maxmeg.config.named import load_config
+from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.positions import RotaryScaling
 from maxmeg.config.schema import Config
 from maxmeg.state import CHECKPOINTS, nested, to_arrays
 
-LAYOUT = {"pipe": 2, "fsdp": 2, "tensor": 2}
+LAYOUT: dict = {"pipe": 2, "fsdp": 2, "tensor": 2}
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +70,21 @@ def test_new_words_begin_as_random_ones(source):
         np.testing.assert_array_equal(found[name][:61], source[2][name][:61])
         np.testing.assert_array_equal(found[name][61:], by_name(state)[name][61:])
         assert found[name][61:90].any(axis=1).all() and not found[name][90:].any()
+
+
+def test_a_hugging_face_folder_begins_a_run_as_its_import(tmp_path):
+    """Over a pipeline, whose second stage has a layer of padding."""
+    make_folder(tmp_path / "hf")
+    convert_in(tmp_path / "hf", tmp_path / "run")
+    states = []
+    for name in ("hf", "run"):
+        config = load_config(f"finetune:{tmp_path / name}")
+        config.parallel, config.train.micro_batch_size = (
+            ParallelConfig(**LAYOUT, pad_layers=True),
+            2,
+        )
+        states.append(by_name(tiny_state(config, mesh_of(config))[2]))
+    np.testing.assert_equal(*states)
 
 
 def test_adapters_add_no_words(source):

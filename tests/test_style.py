@@ -29,8 +29,8 @@ LOOP = {"maxmeg/train.py": "train", "maxmeg/step.py": "train_step"}
 LOOP_LINES = 60  # of the two together
 WINDOW, DUPLICATED_PERCENT = 12, 2.0
 
-# Each group may import from the groups before it and from itself, without a cycle. A module that
-# is named stands by itself, apart from its folder.
+# Each group may import from the groups before it and from itself, without a cycle. A module or a
+# folder that is named stands by itself, apart from the folder around it.
 DIRECTION = [
     ["config", "pages"],
     ["parallel"],
@@ -39,10 +39,12 @@ DIRECTION = [
     ["layers"],
     ["pipeline"],
     ["models"],
+    ["hf.settings"],
     ["configs"],
     ["objectives"],
     ["optim", "data", "checkpoint", "planning", "runtime"],
     ["state", "step"],
+    ["hf.families", "hf.formats", "hf.matching", "hf.folder"],
     ["program", "planning.compile", "checkpoint.initialize", "checkpoint.resume"],
     ["hf", "inference"],
     ["megatron"],
@@ -52,9 +54,9 @@ COMMANDS = ["train", "doctor", "evaluate", "generate", "preprocess", "convert", 
 COMMANDS += ["chat", "plot", "serve", "retrieve", "__main__"]
 GROUPS = [["maxmeg"], *DIRECTION, COMMANDS, ["api"]]
 RANK = {name: rank for rank, group in enumerate(GROUPS) for name in group}
-# The one import that may point upwards: the names of maxmeg.api are those of the package, which
-# imports it when one of them is used, so that `import maxmeg` needs no JAX.
-FRONT_DOOR = ("maxmeg/__init__.py", "maxmeg.api")
+# The imports that may point upwards, when a function is called: `import maxmeg`, and a config that
+# begins with the weights of a run, need no JAX.
+LATER = [("maxmeg/__init__.py", "maxmeg.api"), ("maxmeg/hf/settings.py", "maxmeg.hf.folder")]
 
 PACKAGE = ("maxmeg/", "configs/", "kernels/", "launch/")
 IMPORTED = ("maxmeg/", "configs/", "kernels/")  # as maxmeg, maxmeg.configs and maxmeg.kernels
@@ -99,7 +101,7 @@ def imports(sources: Sources) -> Iterator[tuple[str, int, str]]:
     modules = {module_name(path) for path in sources}
     for path, text in sources.items():
         for line, name in import_graph.imports(path, syntax(text, path), modules):
-            if name.split(".")[0] == "maxmeg" and (path, name) != FRONT_DOOR:
+            if name.split(".")[0] == "maxmeg" and (path, name) not in LATER:
                 yield path, line, name
 
 
@@ -147,9 +149,10 @@ def import_direction(sources: Sources) -> Iterator[str]:
 
 
 def place(module: str) -> str:
-    """The name that decides a module's rank: its own, if DIRECTION has it, or the first-level."""
-    own = module.removeprefix("maxmeg.")
-    return own if own in RANK else own.split(".")[0]
+    """The name that decides a module's rank: the longest in DIRECTION, or the first-level."""
+    parts = module.removeprefix("maxmeg.").split(".")
+    names = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+    return next((name for name in names if name in RANK), parts[0])
 
 
 def import_cycles(sources: Sources) -> Iterator[str]:

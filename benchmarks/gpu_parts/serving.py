@@ -86,7 +86,7 @@ def measure_requests(served: Served, is_unrolled: bool) -> dict:
     from maxmeg.inference.sampling import Sampling
 
     trained, tokens = loaded(served, is_unrolled), served.tokens
-    engine = Engine(trained, served.lanes[-1], slots=min(SLOTS, served.model.length))
+    engine = Engine(trained, served.lanes[-1], block_size=min(SLOTS, served.model.length))
     engine.warm_up()
     shape = len(engine.scheduler.lanes), tokens
     prompts = np.random.default_rng(0).integers(0, trained.config.model.vocab_size, shape)

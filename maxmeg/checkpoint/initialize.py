@@ -18,6 +18,7 @@ from maxmeg.config.hints import hub_command
 from maxmeg.config.initial import begins_twice, changes
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.schema import Config, Masters
+from maxmeg.hf.folder import open_checkpoints
 from maxmeg.models.lm import LM, language_model
 from maxmeg.ops.random import split
 from maxmeg.optim.storage import whole
@@ -131,10 +132,8 @@ def restored_base(config: Config, model: LM, base: Base) -> LM:
 
 def initial_source(config: Config) -> Checkpointer:
     """Return the checkpoints of checkpoint.init_from."""
-    return Checkpointer(
-        files.checkpoints_of(config.checkpoint.init_from),
-        timeout_seconds=config.checkpoint.timeout_seconds,
-    )
+    seconds = config.checkpoint.timeout_seconds
+    return open_checkpoints(config.checkpoint.init_from, timeout_seconds=seconds)
 
 
 def from_initial(config: Config, use: typing.Callable[[Checkpointer, int, Manifest], T]) -> T:
@@ -144,8 +143,8 @@ def from_initial(config: Config, use: typing.Callable[[Checkpointer, int, Manife
     if result is None:
         raise ValueError(
             f"checkpoint.init_from={config.checkpoint.init_from}: {source.folder} holds no "
-            "checkpoint; give the run_dir of a run, or a folder that maxmeg convert has "
-            f"written{hub_command(config.checkpoint.init_from)}"
+            "checkpoint; give the run_dir of a run, or a Hugging Face folder"
+            f"{hub_command(config.checkpoint.init_from)}"
         )
     return result[0]
 

@@ -251,7 +251,7 @@ class Checkpointer:
         except CorruptCheckpointError:  # checksums name the damaged file
             self._together("verify", lambda: integrity.verify_files(folder, manifest, share))
             raise
-        return _like(abstract_tree, leaves), manifest.metadata
+        return in_structure(abstract_tree, leaves), manifest.metadata
 
     def folder_of(self, step: int) -> Path:
         """Return the folder of a step's checkpoint."""
@@ -378,10 +378,10 @@ def _saveable(tree: Tree, num_processes: int) -> dict[str, jax.Array]:
     return leaves
 
 
-def _like(tree: Tree, leaves: Mapping[str, jax.Array], prefix: str = "") -> dict[str, Any]:
+def in_structure(tree: Tree, leaves: Mapping[str, jax.Array], prefix: str = "") -> dict[str, Any]:
     """Return the leaves in the structure of a tree, including empty dicts."""
     return {
-        key: _like(value, leaves, f"{prefix}{key}/")
+        key: in_structure(value, leaves, f"{prefix}{key}/")
         if isinstance(value, Mapping)
         else leaves[f"{prefix}{key}"]
         for key, value in tree.items()

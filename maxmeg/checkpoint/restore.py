@@ -62,7 +62,8 @@ def _resizes(stored: tuple[int, ...], wanted: tuple[int, ...], axis: int | None)
     return all(a == b for i, (a, b) in enumerate(zip(stored, wanted, strict=True)) if i != axis)
 
 
-def _target(leaf: jax.ShapeDtypeStruct) -> Any:
+def target_of(leaf: jax.ShapeDtypeStruct) -> Any:
+    """Return the sharding of a wanted array, by default that of one device."""
     if leaf.sharding is None and jax.process_count() > 1:
         raise ValueError(f"{leaf} has no sharding: with several processes, give each leaf one")
     return leaf.sharding or SingleDeviceSharding(jax.devices()[0])
@@ -70,7 +71,7 @@ def _target(leaf: jax.ShapeDtypeStruct) -> Any:
 
 def _sharding(leaf: jax.ShapeDtypeStruct, shape: tuple[int, ...], axis: int | None) -> Any:
     """Return the sharding for reading: as wanted, unsharded along an axis that is not divisible."""
-    sharding = _target(leaf)
+    sharding = target_of(leaf)
     if axis is None or shape == leaf.shape or not isinstance(sharding, NamedSharding):
         return sharding
     try:
@@ -94,7 +95,7 @@ def _resize(x: jax.Array, leaf: jax.ShapeDtypeStruct, axis: int, path: str) -> j
         zero = jnp.zeros((), x.dtype)
         return jax.lax.pad(whole, zero, padding), jnp.all(dropped == 0)
 
-    target = _target(leaf)
+    target = target_of(leaf)
     everywhere = (
         NamedSharding(target.mesh, PartitionSpec()) if isinstance(target, NamedSharding) else target
     )

@@ -265,7 +265,10 @@ def choose_source(load: str, run: Checkpointer, other: Checkpointer) -> str:
     if steps or load in ("none", "auto"):
         return "run" if steps else ""
     if not other.steps():
-        raise ValueError(f"checkpoint.load={load}: {other.folder} holds no checkpoint")
+        raise ValueError(
+            f"checkpoint.load={load}: {other.folder} holds no checkpoint; to begin with weights "
+            "alone, as those of a Hugging Face folder, set checkpoint.init_from"
+        )
     return "load"
 
 

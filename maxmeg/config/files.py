@@ -17,6 +17,8 @@ from maxmeg.config.values import EMPTY, convert, mismatch, text, unknown_field
 
 CONFIG_FILE, CHECKPOINTS = "config.yaml", "checkpoints"  # in a run folder
 COMPILE_CACHE = "compile_cache"  # there too: programs compiled for GPUs
+MODEL_FILES = {"config.json", "model.safetensors", "model.safetensors.index.json"}
+MODEL_FILES |= {"pytorch_model.bin", "pytorch_model.bin.index.json"}
 _HEADER = """\
 # The settings of a run; start it again with: maxmeg train --config={name}
 # run_dir is the folder of this file, even after a move; start another with --run_dir=FOLDER
@@ -34,6 +36,12 @@ def checkpoints_of(run_dir: str | os.PathLike[str]) -> str:
     if os.path.isdir(folder) or not path.is_file():
         return folder
     return load(path).checkpoint.dir or folder
+
+
+def is_model_folder(folder: str | os.PathLike[str]) -> bool:
+    """Return whether a folder is one of Hugging Face, with a config.json or weights, and no run."""
+    names = {path.name for path in pathlib.Path(folder).glob("*")}
+    return bool(names & MODEL_FILES) and not {CONFIG_FILE, CHECKPOINTS} <= names
 
 
 def to_dict(config: typing.Any) -> dict[str, typing.Any]:
@@ -92,6 +100,8 @@ def load(path: str | os.PathLike) -> Config:
     path = pathlib.Path(path)
     if not path.is_file():
         hint = hub_command(str(path.parent)) if path.name == CONFIG_FILE else ""
+        if is_model_folder(path.parent):
+            hint = f" (--config=finetune:{path.parent} trains the Hugging Face model in it)"
         raise ValueError(
             f"no config file {path}: check the path (working folder {os.getcwd()}){hint}"
         )

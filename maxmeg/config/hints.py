@@ -154,22 +154,14 @@ def nearest_few(name: str, names: Sequence[str], count: int = 3) -> str:
     return " or ".join(filter(None, [", ".join(close[:-1]), *close[-1:]]))
 
 
-def hub_command(name: str, convert: bool = True) -> str:
-    """Return " (... command ...)" that converts the folder `name` if it holds a Hugging Face model,
-    or downloads `name` if it looks like one on the Hub, else "". convert: whether maxmeg.convert
-    comes next."""
-    if convert and os.path.isfile(os.path.join(name, "config.json")):
-        output = os.path.join("runs", os.path.basename(os.path.normpath(name)))
-        return (
-            " (a folder of Hugging Face is converted first: maxmeg convert "
-            f"--input={name} --output={output})"
-        )
+def hub_command(name: str) -> str:
+    """Return " (... command ...)" that downloads `name` if it looks like a model on the Hugging
+    Face Hub, else ""."""
     owner, _, model = name.partition("/")
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) or owner in _ROOTS or os.path.exists(owner):
         return ""
     download = f"hf download {name} --local-dir {model}"
-    convert_too = f" && maxmeg convert --input={model} --output=runs/{model}" * convert
-    return f" (a model on the Hugging Face Hub is downloaded first: {download}{convert_too})"
+    return f" (a model on the Hugging Face Hub is downloaded first: {download})"
 
 
 def corpus_command(prefix: str) -> str:

@@ -38,7 +38,7 @@ class Plan:
 class ModelOptions:
     """The model that a command loads."""
 
-    run_dir: str = setting("runs/gpt", "folder of the run, or of a converted model")
+    run_dir: str = setting("runs/gpt", "folder of a run, or a Hugging Face folder")
     step: int = setting(-1, "step of the checkpoint; -1: the newest intact one", at_least=-1)
     dtype: str = setting("", "compute dtype, float32, bfloat16 or float16; empty: the run's")
     tensor: int = setting(1, "number of tensor-parallel devices", at_least=1)
@@ -106,12 +106,31 @@ class Retrieve(ModelOptions):
 class Neighbours:
     """The model that embeds chunks of text."""
 
-    encoder: str = setting("runs/bert", "folder of the run or the imported model")
+    encoder: str = setting("runs/bert", "folder of a run, or a Hugging Face folder")
     pooling: str = setting("mean", "of a text's tokens: mean | first | pooler")
 
 
+class LongRope(enum.Enum):
+    """Which length of a generated text chooses between LongRoPE's short and long factors: the most
+    tokens that it may have, or those that it has, as in transformers' Phi-3."""
+
+    longest = "longest"
+    current = "current"
+
+
 @dataclasses.dataclass
-class SamplingOptions(ModelOptions):
+class GenerationOptions(ModelOptions):
+    """A model that generates text."""
+
+    longrope: str = setting(
+        "longest",
+        "LongRoPE's factors: longest, by the most tokens that a text may have | current, by those "
+        "that it has, as in transformers",
+    )
+
+
+@dataclasses.dataclass
+class SamplingOptions(GenerationOptions):
     """A model, and how tokens are sampled from it."""
 
     num_tokens: int = setting(100, "most tokens to generate per prompt, >= 1", at_least=1)
@@ -161,7 +180,7 @@ class Chat(SamplingOptions):
 
 
 @dataclasses.dataclass
-class EngineOptions(ModelOptions):
+class EngineOptions(GenerationOptions):
     """A model and the sizes of its engine."""
 
     expert: int = setting(1, "number of devices among which experts are divided", at_least=1)

@@ -351,7 +351,7 @@ class CheckpointConfig(Section):
     )
     init_from: str = setting(
         "",
-        "folder of initial weights: a run, or a model that maxmeg convert wrote; empty: random",
+        "folder of initial weights, a run or a Hugging Face folder; empty: random",
         "--finetune",
     )
     upcycle_noise: float = setting(

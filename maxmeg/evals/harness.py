@@ -242,7 +242,7 @@ class HarnessModel:
 
     @functools.cached_property
     def engine(self) -> Engine:
-        return Engine(self.trained, lanes=self.batch)
+        return Engine(self.trained, max_num_seqs=self.batch)
 
     def settings(self, options: Mapping[str, typing.Any]) -> Request:
         """Return a task's generation settings; ValueError for unknown options."""

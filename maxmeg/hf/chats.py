@@ -10,8 +10,7 @@ from maxmeg.data.chat.ends import end_tokens
 from maxmeg.data.tokenizers.load import load_tokenizer
 from maxmeg.hf.families.keys import TOKENS
 from maxmeg.hf.formats.safetensors import read_json
-
-GENERATION = "generation_config.json"
+from maxmeg.hf.matching import GENERATION
 
 
 def replace_chat_template(folder: Path, text: str) -> None:

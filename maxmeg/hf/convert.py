@@ -14,11 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from maxmeg.checkpoint.integrity import some
-from maxmeg.checkpoint.stream import StreamWriter, TensorInfo, row_blocks
+from maxmeg.checkpoint.stream import StreamWriter, TensorInfo
 from maxmeg.config import files
-from maxmeg.config.data import DataConfig, Objective, TooLong
-from maxmeg.config.labelled import Scored
+from maxmeg.config.data import DataConfig, Objective
 from maxmeg.config.model import DType, ModelConfig
 from maxmeg.config.options import Quantize
 from maxmeg.config.schema import Config
@@ -27,27 +25,29 @@ from maxmeg.data.tokenizers.load import load_tokenizer, parse_spec
 from maxmeg.data.tokenizers.tokenizer import missing_rows
 from maxmeg.hf.chats import GENERATION, replace_chat_template, write_ends
 from maxmeg.hf.families import read as families
-from maxmeg.hf.families.binding import Binding, Place
-from maxmeg.hf.families.classifier_tables import (
-    CLASSIFIERS,
-    class_names,
-    objective_of,
-    written_names,
-)
-from maxmeg.hf.families.keys import checked
+from maxmeg.hf.families.binding import Binding
+from maxmeg.hf.families.classifier_tables import CLASSIFIERS, written_names
 from maxmeg.hf.families.rotary import longrope_notes
-from maxmeg.hf.formats.quantized import QUANTIZATION, dequantized
-from maxmeg.hf.formats.safetensors import DTYPES, SafetensorsWriter, read_json
-from maxmeg.hf.formats.source import Source, Weights
-from maxmeg.hf.formats.torch_files import open_weights
+from maxmeg.hf.folder import array_path, array_paths, run_config
+from maxmeg.hf.formats import gguf
+from maxmeg.hf.formats.quantized import QUANTIZATION
+from maxmeg.hf.formats.safetensors import SafetensorsWriter
+from maxmeg.hf.formats.source import Source
+from maxmeg.hf.matching import (
+    TOKENIZER_FILES,
+    Pairs,
+    find_tokenizer,
+    match,
+    model_of,
+    open_folder,
+    small_files,
+)
 from maxmeg.hf.quantize import QuantizedWeights, notes_of
 from maxmeg.hf.sentence import SentenceEncoder, encoders_of
 from maxmeg.hf.trained import (
     CARRIED,
     WRITTEN,
     TrainedModel,
-    array_path,
-    array_paths,
     carried_config,
     carried_folder,
     choose_family,
@@ -55,12 +55,6 @@ from maxmeg.hf.trained import (
 )
 from maxmeg.runtime.screen import tracked
 from maxmeg.state import VOCABULARY_TABLES
-
-TOKENIZER_FILES = ["tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"]
-TOKENIZER_FILES += ["vocab.txt", "merges.txt", "tokenizer.model", "*.jinja", "chat_template.json"]
-SMALL_FILES = ("config.json", GENERATION, *TOKENIZER_FILES, "LICENSE*", "NOTICE*")  # never code
-EXACT = [DTYPES[name] for name in ("F32", "BF16", "F16")]  # dtypes that float32 represents exactly
-Pairs: typing.TypeAlias = list[tuple[str, Binding]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,20 +69,9 @@ class Report:
     loaded_by: str = ""
 
 
-def open_folder(folder: str | os.PathLike[str]) -> Source:
-    """Open a folder that transformers' save_pretrained wrote; ValueError for any other."""
-    folder = Path(folder)
-    weights: Weights = open_weights(folder)
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ValueError(f"{folder} has no config.json, which describes the model: add it")
-    paths = (path for pattern in SMALL_FILES for path in sorted(folder.glob(pattern)))
-    small = tuple(path for path in paths if path.is_file())
-    original = read_json(path)
-    config, weights = dequantized(original, weights)
-    if config is not original:  # the original describes quantized weights, which the run has not
-        small = tuple(path for path in small if path.name != "config.json")
-    return Source(config, weights, small)
+def open_source(path: str | os.PathLike[str]) -> Source:
+    """Open a Hugging Face folder, or a .gguf file."""
+    return gguf.open_file(path) if Path(path).suffix == ".gguf" else open_folder(path)
 
 
 def with_tokenizer(source: Source, path: str | os.PathLike[str]) -> Source:
@@ -105,56 +88,13 @@ def with_tokenizer(source: Source, path: str | os.PathLike[str]) -> Source:
     return dataclasses.replace(source, files=files, texts={})
 
 
-def match(weights: Weights, model: ModelConfig, family: str) -> Pairs:
-    """Return (name in the files, binding) for every tensor of a model, in the bindings' order.
-
-    ValueError naming tensors that are missing, unknown, duplicate, or of another shape or dtype.
-    The repetition of a tied tensor must be equal to it.
-    """
-    names: dict[str, str] = {}
-    for name, known in families.canonical_names(weights.tensors, family).items():
-        if known in names:
-            raise ValueError(f"{names[known]} and {name} are both {known}: remove one of them")
-        names[known] = name
-    for alias, original in families.aliases(model, family).items():
-        if alias in names and original in names:
-            _check_equal(weights, names.pop(alias), names[original])
-    known_bindings = families.bindings_of_files(names, model, family)
-    bindings = {binding.theirs: binding for binding in known_bindings}
-    _check_experts(weights, names, bindings, model, family)
-    problems = []
-    if missing := [name for name in bindings if name not in names]:
-        problems.append(f"{len(missing)} tensors are missing: {some(missing)}")
-    if extra := [name for known, name in names.items() if known not in bindings]:
-        problems.append(f"{len(extra)} tensors do not belong to a {family}: {some(extra)}")
-    for known, binding in bindings.items():
-        info = weights.tensors[names[known]] if known in names else None
-        if info and (info.shape != binding.shape or info.dtype not in EXACT):
-            problems.append(
-                f"{names[known]} is {info.dtype}{list(info.shape)}: config.json needs shape "
-                f"{list(binding.shape)}, in float32, bfloat16 or float16"
-            )
-    if problems:
-        raise ValueError("the tensors do not fit config.json:\n" + some(problems, "\n"))
-    return [(names[known], binding) for known, binding in bindings.items()]
-
-
-def describe_match(matched: Pairs) -> list[str]:
-    """Return one line per tensor: its name, its shape and the arrays that hold it."""
-    return [
-        f"{name} {list(binding.shape)} <-> {', '.join(_shown(place) for place in binding.ours)}"
-        for name, binding in matched
-    ]
-
-
 def import_model(source: Source, target: str | os.PathLike[str], tokenizer: str = "") -> Report:
     """Write a run folder of a model; ValueError, and no folder, if the import would not be exact.
 
     tokenizer: a value of data.tokenizer, to replace the tokenizer among the source's files.
     """
-    family = families.architecture(source.config)
+    family, model = model_of(source)
     described, passed = families.read_config(source.config)
-    model = families.with_saved_tensors(described, source.weights.tensors, family)
     matched = match(source.weights, model, family)
     target = Path(target).absolute()
     check_empty(target)
@@ -320,8 +260,7 @@ def _write_folder(
 
 def imported(source: Source) -> Pairs:
     """Return the tensors that import_model would read."""
-    family, model = families.architecture(source.config), families.model_config(source.config)
-    model = families.with_saved_tensors(model, source.weights.tensors, family)
+    family, model = model_of(source)
     return match(source.weights, model, family)
 
 
@@ -354,10 +293,9 @@ def _prepare(
     if not (folder / "config.json").exists():
         text = json.dumps(source.config, indent=2) + "\n"
         (folder / "config.json").write_text(text, "utf-8")
-    config, notes = Config(run_dir=str(target), model=model), ()
-    config.data.tokenizer = tokenizer or _find_tokenizer(folder)
-    if not config.data.tokenizer:
-        config.data.tokenizer = f"null:{model.vocab_size}"
+    config, notes = run_config(source.config, model, folder, tokenizer), ()
+    config.run_dir = str(target)
+    if not (tokenizer or find_tokenizer(folder)):
         notes = (
             f"there is no tokenizer: {source.no_tokenizer}; data.tokenizer is "
             f"{config.data.tokenizer}, which reads token ids: give one with --tokenizer=FILE",
@@ -365,29 +303,7 @@ def _prepare(
     loaded = load_tokenizer(config.data.tokenizer)
     notes += missing_rows(loaded, model.vocab_size)
     notes += longrope_notes(model)
-    config.data.sequence_length = min(config.data.sequence_length, model.max_position)
-    if model.has_source and (first := source.config.get(families.START_TOKEN)) is not None:
-        most = model.vocab_size - 1
-        config.data.start_token = checked(families.START_TOKEN, first, int, zero=True, most=most)
-    if model.head.num_classes:
-        objective = objective_of(families.architecture(source.config))
-        scored = Scored.last if model.attention.causal else Scored.first
-        labels = tuple(class_names(source.config)) if objective is not Objective.choose else ()
-        named = {"objective": objective, "labels": labels, "too_long": TooLong.truncate}
-        named |= {"scored": scored} if objective is not Objective.tag else {}
-        config.data = dataclasses.replace(config.data, **named)
     return config, loaded.identity, notes
-
-
-def _find_tokenizer(folder: Path) -> str:
-    """Return data.tokenizer for the tokenizer in a folder; empty if there is none."""
-    if (folder / "tokenizer.json").exists():
-        return f"huggingface:{folder / 'tokenizer.json'}"
-    if (folder / "tokenizer.model").exists():
-        return f"sentencepiece:{folder / 'tokenizer.model'}"
-    if (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
-        return f"gpt2:{folder}"
-    return ""
 
 
 def _tokenizer_files(folder: Path, config: Config) -> tuple[dict[Path, str], tuple[str, ...]]:
@@ -395,7 +311,7 @@ def _tokenizer_files(folder: Path, config: Config) -> tuple[dict[Path, str], tup
     spec = parse_spec(config.data.tokenizer)
     kind, source = spec.kind, Path(spec.argument)
     source = source / "tokenizer.json" if kind == "huggingface" and source.is_dir() else source
-    small = {path: path.name for path in sorted(folder.glob("*")) if path.name != "config.json"}
+    small = {path: path.name for path in small_files(folder) if path.name != "config.json"}
     if kind == "huggingface" and source.parent.absolute() != folder.absolute():
         settings = source.parent / "tokenizer_config.json"
         template = source.parent / "chat_template.jinja"
@@ -435,44 +351,6 @@ def _merged(
     return written if changed else both
 
 
-def _check_experts(
-    weights: Weights,
-    names: Mapping[str, str],
-    bindings: Mapping[str, Binding],
-    model: ModelConfig,
-    family: str,
-) -> None:
-    """ValueError if the files have another number of experts than config.json says."""
-    counts = {families.num_experts_in(names, family)}
-    for known, binding in bindings.items():
-        if binding.stacked and known in names:
-            counts |= {(*weights.tensors[names[known]].shape, 0)[0]}
-    if others := counts - {0, model.moe.num_experts}:
-        raise ValueError(
-            f"the files hold {', '.join(map(str, sorted(others)))} experts per layer, config.json "
-            f"has {model.moe.num_experts}: one of them belongs to another model"
-        )
-
-
-def _check_equal(weights: Weights, name: str, other: str) -> None:
-    """ValueError if two tied tensors differ in any bit."""
-    a, b = weights.tensors[name], weights.tensors[other]
-    equal = a == b
-    if equal:
-        x, y = weights.read(name), weights.read(other)
-        blocks = row_blocks(a.shape, a.dtype.itemsize)
-        equal = all(x[rows].tobytes() == y[rows].tobytes() for rows in blocks)
-    if not equal:
-        raise ValueError(
-            f"{name} and {other} are tied by config.json but differ: set tie_word_embeddings to "
-            "false if both are meant"
-        )
-
-
 def _report(family: str, matched: Pairs, tokenizer: str, notes: tuple[str, ...]) -> Report:
     count = sum(int(np.prod(binding.shape)) for _, binding in matched)
     return Report(family, len(matched), count, tokenizer, notes)
-
-
-def _shown(place: Place) -> str:
-    return f"{place.name}[{', '.join(map(str, place.index))}]" if place.index else place.name

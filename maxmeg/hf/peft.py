@@ -15,12 +15,13 @@ from pathlib import Path
 import numpy as np
 
 from maxmeg.checkpoint.integrity import some
-from maxmeg.checkpoint.stream import StreamReader, TensorInfo
+from maxmeg.checkpoint.stream import TensorInfo
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.schema import LoraConfig
 from maxmeg.data import run_folder
 from maxmeg.hf.families.binding import Binding, Place
 from maxmeg.hf.families.read import bindings, table_of
+from maxmeg.hf.folder import Reader
 from maxmeg.hf.formats.safetensors import SINGLE, SafetensorsFile, SafetensorsWriter, read_json
 from maxmeg.hf.trained import carried_config, carried_folder, choose_family, open_run
 
@@ -119,7 +120,7 @@ def adapted_modules(
     return found
 
 
-def fused(module: Module, reader: StreamReader, outputs_first: bool) -> tuple[np.ndarray, ...]:
+def fused(module: Module, reader: Reader, outputs_first: bool) -> tuple[np.ndarray, ...]:
     """Return A [rank, in] and B [out, rank] of a module, from those of its projections."""
     a_parts = [reader.read(array_of(place, "a"), place.index) for place in module.adapted]
     one = (module.width_out, 1) if outputs_first else (1, module.width_out)

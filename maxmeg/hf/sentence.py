@@ -13,8 +13,9 @@ from maxmeg.config.head import Biencoder, name_in_two
 from maxmeg.config.setting import with_fields
 from maxmeg.hf.families import read as families
 from maxmeg.hf.families.binding import Binding, Place
+from maxmeg.hf.folder import MASTER
 from maxmeg.hf.formats.safetensors import SafetensorsWriter
-from maxmeg.hf.trained import MASTER, TrainedModel
+from maxmeg.hf.trained import TrainedModel
 
 FAMILIES = {"BertModel": True, "MegatronBertModel": True, "RobertaModel": True}  # with a pooler?
 FAMILIES |= {"ModernBertModel": False}

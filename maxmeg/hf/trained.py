@@ -8,9 +8,8 @@ import numpy as np
 
 from maxmeg.checkpoint.initialize import check_base
 from maxmeg.checkpoint.integrity import Manifest, some
-from maxmeg.checkpoint.manager import Checkpointer
 from maxmeg.checkpoint.resume import check_averages
-from maxmeg.checkpoint.stream import StreamReader, TensorInfo
+from maxmeg.checkpoint.stream import StreamReader
 from maxmeg.config import files
 from maxmeg.config.files import checkpoints_of
 from maxmeg.config.model import DType, ModelConfig
@@ -20,13 +19,21 @@ from maxmeg.data import run_folder
 from maxmeg.hf.families import read as families
 from maxmeg.hf.families.binding import Place
 from maxmeg.hf.families.classifier_tables import CLASSIFIERS
+from maxmeg.hf.folder import (
+    MASTER,
+    FolderCheckpoint,
+    Reader,
+    array_path,
+    array_paths,
+    open_checkpoints,
+)
+from maxmeg.hf.formats.quantized import QUANTIZATION
 from maxmeg.hf.formats.safetensors import DTYPES, read_json
 from maxmeg.hf.mup import folded, plain_model
 from maxmeg.layers.lora import merged_weight
 from maxmeg.state import VOCABULARY_TABLES
 
 CARRIED = "huggingface"  # folder of a run with the small files that its model was imported with
-MASTER = DTYPES["F32"]
 WRITTEN = {
     DType.float32: DTYPES["F32"],
     DType.bfloat16: DTYPES["BF16"],
@@ -89,7 +96,7 @@ class TrainedModel:
             yield self._frozen(block[:count])
             first += len(block)
 
-    def _path(self, reader: StreamReader, name: str) -> str:
+    def _path(self, reader: Reader, name: str) -> str:
         """Return the path of an array, or of its average in the run's own checkpoint."""
         path = array_path(name)
         average = path.replace("model/", "ema/", 1)
@@ -103,9 +110,13 @@ class TrainedModel:
         return array.astype(WRITTEN[self.model.dtype]).astype(MASTER)
 
 
-def open_run(run: Path, step: int | None = None) -> StreamReader:
-    """Open a checkpoint of a run, by default the newest whose model is intact."""
-    folder = checkpoints_of(run)
+def open_run(run: Path, step: int | None = None) -> Reader:
+    """Open a checkpoint of a run, by default the newest whose model is intact, or a Hugging Face
+    folder."""
+    source, folder = open_checkpoints(run), checkpoints_of(run)
+    if isinstance(source, FolderCheckpoint):
+        source.manifest(step or 0)
+        return source.reader
 
     def use(step: int, _: Manifest) -> StreamReader:
         reader = StreamReader(folder, step)
@@ -117,14 +128,17 @@ def open_run(run: Path, step: int | None = None) -> StreamReader:
 
 def newest(run: Path, use: Callable[[int, Manifest], T]) -> T:
     """Return use(step, manifest) for a run's newest intact checkpoint."""
-    checkpointer = Checkpointer(checkpoints_of(run))
+    checkpointer = open_checkpoints(run)
     found = checkpointer.latest(use)
     if found is None:
-        raise ValueError(f"{checkpointer.folder} holds no checkpoint: give the folder of a run")
+        raise ValueError(
+            f"{checkpointer.folder} holds no checkpoint: give the folder of a run, or a Hugging "
+            "Face folder with config.json"
+        )
     return found
 
 
-def base_of_adapters(config: Config, reader: StreamReader) -> StreamReader:
+def base_of_adapters(config: Config, reader: Reader) -> Reader:
     """Open the frozen base of a LoRA run; ValueError for adapters that do not belong to it."""
     if not config.checkpoint.init_from:
         raise ValueError(
@@ -150,21 +164,7 @@ def base_of_adapters(config: Config, reader: StreamReader) -> StreamReader:
     return base
 
 
-def array_path(name: str) -> str:
-    """Return the path in a checkpoint of an array of the model."""
-    return "model/" + name.replace(".", "/")
-
-
-def array_paths(model: ModelConfig) -> dict[str, TensorInfo]:
-    """Return dtype and shape on disk of all arrays of a model: float32, the vocabulary padded."""
-    infos = {}
-    for name, shape in families.array_shapes(model).items():
-        rows = (model.padded_vocab_size(1), *shape[1:]) if name in VOCABULARY_TABLES else shape
-        infos[array_path(name)] = TensorInfo(MASTER, rows)
-    return infos
-
-
-def check_arrays(reader: StreamReader, model: ModelConfig) -> None:
+def check_arrays(reader: Reader, model: ModelConfig) -> None:
     """ValueError where a checkpoint's arrays differ from the model that its config describes."""
     saved = {path for path in reader.tensors if path.startswith("model/")}
     infos = array_paths(model)
@@ -181,21 +181,27 @@ def check_arrays(reader: StreamReader, model: ModelConfig) -> None:
 
 
 def carried_folder(run: str | Path, config: Config) -> Path:
-    """Return the folder of imported small files of a run, or of the run it was initialized from."""
+    """Return the folder of imported small files of a run, or of the run it was initialized from; a
+    Hugging Face folder itself."""
     folder, seen = Path(run), set()
-    while not (folder / CARRIED / "config.json").is_file():
+    while not files.is_model_folder(folder):
+        if (folder / CARRIED / "config.json").is_file():
+            return folder / CARRIED
         seen.add(folder)
         if not config.checkpoint.init_from or Path(config.checkpoint.init_from) in seen:
             return Path(run) / CARRIED
         folder = Path(config.checkpoint.init_from)
-        config = run_folder.read(newest(folder, lambda _, m: m.metadata)["config"], folder)
-    return folder / CARRIED
+        if not files.is_model_folder(folder):
+            config = run_folder.read(newest(folder, lambda _, m: m.metadata)["config"], folder)
+    return folder
 
 
 def carried_config(folder: Path) -> dict[str, typing.Any]:
-    """Return the config.json in a folder of imported files; empty if there is none."""
+    """Return the config.json in a folder of imported files, without quantization, which the model
+    has not; empty if there is none."""
     path = folder / "config.json"
-    return dict(families.text_part(read_json(path))) if path.is_file() else {}
+    keys = families.text_part(read_json(path)) if path.is_file() else {}
+    return {name: value for name, value in keys.items() if name != QUANTIZATION}
 
 
 def choose_family(model: ModelConfig, carried: Mapping[str, typing.Any], family: str) -> str:

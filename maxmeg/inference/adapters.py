@@ -14,13 +14,13 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from maxmeg.checkpoint.manager import Checkpointer
 from maxmeg.checkpoint.places import place_of, steps_in
 from maxmeg.config import files
 from maxmeg.config.files import checkpoints_of
 from maxmeg.data import run_folder
 from maxmeg.data.chat.ends import end_tokens
 from maxmeg.hf.families.read import differences
+from maxmeg.hf.folder import open_checkpoints
 from maxmeg.hf.peft import SETTINGS, Adapter, read_adapter
 from maxmeg.hf.trained import carried_config, carried_folder, choose_family, open_run
 from maxmeg.inference.load import Trained
@@ -80,7 +80,7 @@ def read(trained: Trained, folder: str | os.PathLike) -> Adapter:
     if not config.lora.rank:
         raise ValueError(f"{folder} has lora.rank=0, no adapter: serve it as a model of its own")
     run_dir = trained.config.run_dir
-    served = Checkpointer(checkpoints_of(run_dir)).manifest(trained.step)
+    served = open_checkpoints(run_dir).manifest(trained.step)
     if base.get("digest") != served.digest:
         raise ValueError(
             f"{folder} was trained beside the base {base}, and this is {run_dir}, step "

@@ -10,12 +10,14 @@ import concurrent.futures
 import dataclasses
 import functools
 import itertools
+import typing
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
 
-from maxmeg.config.model import ModelConfig
+from maxmeg.config.options import LongRope
 from maxmeg.config.positions import RotaryScaling
 from maxmeg.data.chat.ends import end_tokens
 from maxmeg.inference.grammar import Grammars, Masks, Matcher
@@ -46,8 +48,15 @@ PREFILL_TOKENS = 2048  # of prompts that are read while other requests wait for 
 DEFAULT_TOKENS = 100  # of a reply
 TURN = 256  # later requests that may go before the next reply of a request, or a slow grammar's
 MASK_SECONDS = 0.001  # that a step waits for masks of grammars that are not slow
+FORMER_NAMES = {
+    "lanes": "max_num_seqs",
+    "slots": "block_size",
+    "proposals": "num_speculative_tokens",
+}
 IDLE_SECONDS = 0.02  # that a step waits for a mask if there is nothing else to do
 
+P = typing.ParamSpec("P")
+T = typing.TypeVar("T")
 Step = dict[int, Chunk | Token]  # its rows, by their index in the array that the programs get
 
 
@@ -73,37 +82,57 @@ class Started:
     arrays: tuple[jax.Array, ...]
 
 
+def with_former_names(function: Callable[P, T]) -> Callable[P, T]:
+    """Accept the former names of arguments too, with a warning, until the next release."""
+
+    @functools.wraps(function)
+    def renamed(*arguments: P.args, **settings: P.kwargs) -> T:
+        for former in settings.keys() & FORMER_NAMES.keys():
+            name = FORMER_NAMES[former]
+            text = f"{former}= is now {name}=; the old name ends with the next release"
+            if name in settings:
+                raise TypeError(f"{text}: give one of them")
+            warnings.warn(text, FutureWarning, stacklevel=2)
+            settings[name] = settings.pop(former)
+        return function(*arguments, **settings)
+
+    return renamed
+
+
 class Engine:
     """Serves a model on its mesh; if that has several processes, each makes the same calls, or the
     others follow process 0 (`followers`).
 
-    lanes: most requests at a time on each replica of the model, along data, fsdp and expert; on a
-    CPU at least 2. pages: number of KV-cache pages per replica; 0: as many as lanes and memory
-    allow. slots: number of tokens per page. chunk: number of tokens of a prompt that are read at
-    once, on a CPU at most 64. prefill_tokens: largest number of prompt tokens that are read while
-    other requests wait for their next token. share: prefix caching, prompts with the same beginning
-    share its pages. proposals: speculative decoding, number of draft tokens per step: fewer steps,
-    and the same reply but for rounding. They come from the model's MTP layers, one from each, or if
-    it has none from the text before (`NGrams`). The prompt of an encoder-decoder is its source,
-    which is read at once, and is not shared. ValueError for a model that is not causal, for more
-    proposals than MTP layers, and for proposals for a model with states that cannot be taken back.
+    max_num_seqs: most requests at a time on each replica of the model, along data, fsdp and expert;
+    on a CPU at least 2. pages: number of KV-cache pages per replica; 0: as many as max_num_seqs and
+    memory allow. block_size: number of tokens per page. chunk: number of tokens of a prompt that
+    are read at once, on a CPU at most 64. prefill_tokens: largest number of prompt tokens that are
+    read while other requests wait for their next token. share: prefix caching, prompts with the
+    same beginning share its pages. num_speculative_tokens: speculative decoding, number of draft
+    tokens per step: fewer steps, and the same reply but for rounding. They come from the model's
+    MTP layers, one from each, or if it has none from the text before (`NGrams`). The prompt of an
+    encoder-decoder is its source, which is read at once, and is not shared. ValueError for a model
+    that is not causal, for more draft tokens than MTP layers, and for draft tokens of a model with
+    states that cannot be taken back.
     """
 
+    @with_former_names
     def __init__(
         self,
         trained: Trained,
-        lanes: int = LANES,
+        max_num_seqs: int = LANES,
         pages: int = 0,
-        slots: int = SLOTS,
+        block_size: int = SLOTS,
         chunk: int = CHUNK,
         prefill_tokens: int = PREFILL_TOKENS,
         share: bool = True,
-        proposals: int = 0,
+        num_speculative_tokens: int = 0,
     ) -> None:
         self.trained, self.model = trained, trained.config.model
         check_causal(self.model)
-        if lanes < 1:
-            raise ValueError(f"lanes={lanes} must be at least 1")
+        if max_num_seqs < 1:
+            raise ValueError(f"max_num_seqs={max_num_seqs} must be at least 1")
+        lanes, slots, proposals = max_num_seqs, block_size, num_speculative_tokens
         if self.trained.mesh.devices.flat[0].platform == "cpu":
             lanes, chunk = max(lanes, CPU_LANES), min(chunk, CPU_CHUNK)
         self.start = trained.start_token if self.model.has_source else None
@@ -165,15 +194,14 @@ class Engine:
         `check`."""
         self.check(prompt, request)
         reply = Reply(tuple(map(int, prompt)), request, seed, number)
-        # Keys and values depend on these.
-        salt = f"{row_length(self.model, reply, 0)} {request.adapter}".encode()
         before = reply.prompt if self.start is None else (self.start,)
         place = next(self._arrivals) + number * TURN
-        job = Job(place, before, request.num_tokens, salt)
+        job = Job(place, before, request.num_tokens, self._salt(reply))
         # The log-probabilities of a prompt, and its part in penalties, are known once it is read.
         job.shares = not request.prompt_logprobs and request.sampling.repetition_penalty == 1
-        job.most_proposals = 0 if request.grammar else self.programs.proposals
-        job.waits = request.grammar is not None or self.programs.proposals > 0
+        is_sequential = request.grammar is not None or self._may_turn_long(reply)
+        job.most_proposals = 0 if is_sequential else self.programs.proposals
+        job.waits = is_sequential or self.programs.proposals > 0
         context = before if self.start is None else ()
         text = Text(self.trained.tokenizer, context, request.stops)
         matcher = request.grammar and request.grammar.matcher()
@@ -312,7 +340,7 @@ class Engine:
         columns = {
             "start": row.start,
             "lane": job.lane % self.programs.size.lanes,
-            "row_length": row_length(self.model, reply, row.start),
+            "row_length": self._row_length(reply, row.start),
             "adapter": self.adapters.index(reply.request.adapter),
             "wants_top": sampling.top_logprobs > 0,
             "penalises": sampling.penalises,
@@ -413,7 +441,34 @@ class Engine:
             return self._end(job, "stop")
         if len(job.tokens) == request.num_tokens:
             return self._end(job, "length")
+        if self._may_turn_long(reply) and (salt := self._salt(reply)) != job.salt:
+            job.salt = salt
+            self.scheduler.preempt(job)  # its keys are computed again, with the long factors
         self._start_mask(job)
+
+    def _row_length(self, reply: Reply, cached: int) -> int:
+        """Return a length for which the rotation is that of a row with `cached` tokens before its
+        next one.
+
+        LongRoPE: by the most tokens that it may have, or those that it has; dynamic: by those so
+        far; 0: it does not matter.
+        """
+        rotary, length = self.model.rotary, len(reply.prompt)
+        if rotary.scaling is RotaryScaling.longrope:
+            is_current = self.trained.longrope is LongRope.current
+            length += len(reply.tokens) if is_current else reply.request.num_tokens
+            return rotary.original_length + (length > rotary.original_length)
+        return max(length, cached + 1) if rotary.scaling is RotaryScaling.dynamic else 0
+
+    def _may_turn_long(self, reply: Reply) -> bool:
+        """Whether a row may begin with the short factors of LongRoPE and exceed their length."""
+        is_current = self.trained.longrope is LongRope.current
+        short, length = self.model.rotary.original_length, len(reply.prompt)
+        return is_current and length <= short < length + reply.request.num_tokens
+
+    def _salt(self, reply: Reply) -> bytes:
+        """Return what keys and values depend on beside the tokens."""
+        return f"{self._row_length(reply, 0)} {reply.request.adapter}".encode()
 
     def _start_mask(self, job: Job) -> None:
         """Compute the mask of a job's next token, if it follows a grammar."""
@@ -436,15 +491,3 @@ def top_of(request: Request, tokens: np.ndarray, logprobs: np.ndarray) -> list:
     count = request.sampling.top_logprobs
     pairs = zip(tokens.tolist(), logprobs.tolist(), strict=True)
     return [list(itertools.islice(pairs, count))] if count else []
-
-
-def row_length(model: ModelConfig, reply: Reply, cached: int) -> int:
-    """A length for which the rotation is that of a row with `cached` tokens before its next one.
-
-    LongRoPE: by the most tokens that it may have; dynamic: by those so far; 0: it does not matter.
-    """
-    rotary, length = model.rotary, len(reply.prompt)
-    if rotary.scaling is RotaryScaling.longrope:
-        longest = length + reply.request.num_tokens
-        return rotary.original_length + (longest > rotary.original_length)
-    return max(length, cached + 1) if rotary.scaling is RotaryScaling.dynamic else 0

@@ -1,6 +1,7 @@
 """A model with its settings and its tokenizer, as Python programs use it."""
 
 import copy
+import dataclasses
 import functools
 import os
 import shutil
@@ -26,6 +27,7 @@ from maxmeg.data import run_folder
 from maxmeg.data.tokenizers.load import load_tokenizer
 from maxmeg.data.tokenizers.tokenizer import Tokenizer
 from maxmeg.hf.convert import Report, export_model
+from maxmeg.hf.matching import small_files
 from maxmeg.hf.trained import CARRIED, carried_folder
 from maxmeg.inference.activations import capture
 from maxmeg.inference.classification import Text, class_probabilities, logits
@@ -78,7 +80,9 @@ class LanguageModel:
     @classmethod
     def of(cls, trained: Trained) -> "LanguageModel":
         rest = (trained.tokenizer, trained.step, trained.mesh, trained.metadata)
-        return cls(trained.model, trained.config, *rest)
+        model = cls(trained.model, trained.config, *rest)
+        model.trained = dataclasses.replace(model.trained, longrope=trained.longrope)
+        return model
 
     @property
     def model(self) -> LM:
@@ -253,7 +257,9 @@ class LanguageModel:
         checkpointer.check()
         run_folder.write(config)
         if carried.is_dir():
-            shutil.copytree(carried, target / CARRIED)
+            (target / CARRIED).mkdir()
+        for path in small_files(carried):
+            shutil.copyfile(path, target / CARRIED / path.name)
 
     def to_huggingface(self, folder: str | os.PathLike, dtype: str = "bfloat16") -> Report:
         """Write a folder that transformers' from_pretrained loads, with LoRA adapters merged.

@@ -13,11 +13,11 @@ from maxmeg.checkpoint.integrity import Manifest
 from maxmeg.checkpoint.manager import Checkpointer
 from maxmeg.checkpoint.resume import check_averages, restore
 from maxmeg.config import values
-from maxmeg.config.files import checkpoints_of
 from maxmeg.config.hints import hub_command
+from maxmeg.config.mixers import RotaryScaling
 from maxmeg.config.model import DType
 from maxmeg.config.model_rules import expert_layout_problems
-from maxmeg.config.options import ModelOptions
+from maxmeg.config.options import GenerationOptions, LongRope, ModelOptions
 from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.schema import Config
 from maxmeg.config.validate import head_problems
@@ -25,6 +25,7 @@ from maxmeg.data import run_folder
 from maxmeg.data.samples.aligned import start_token
 from maxmeg.data.tokenizers.load import load_tokenizer
 from maxmeg.data.tokenizers.tokenizer import Tokenizer
+from maxmeg.hf.folder import open_checkpoints
 from maxmeg.models.lm import LM
 from maxmeg.optim.build import make_optimizer
 from maxmeg.parallel.mesh import local_mesh, make_mesh, sizes_of
@@ -41,7 +42,8 @@ class Trained:
 
     Weights that are in float32 although the compute dtype is another one are cast by every call
     that computes. adapters: names of those beside the model, whose numbers are 1, 2, ...
-    (`inference.adapters`). ends: tokens that end the replies of these adapters.
+    (`inference.adapters`). ends: tokens that end the replies of these adapters. longrope: which
+    length chooses the factors of LongRoPE for generated text.
     """
 
     model: LM
@@ -52,6 +54,7 @@ class Trained:
     metadata: dict[str, typing.Any] = dataclasses.field(default_factory=dict)  # the checkpoint's
     adapters: tuple[str, ...] = ()
     ends: tuple[int, ...] = ()
+    longrope: LongRope = LongRope.longest
 
     @property
     def start_token(self) -> int:
@@ -68,7 +71,8 @@ def load_run(
     mtp: bool = False,
     average: bool = False,
 ) -> Trained:
-    """Load the model of a run at `step` (default: its newest intact checkpoint) on any mesh.
+    """Load the model of a run at `step` (default: its newest intact checkpoint), or that of a
+    Hugging Face folder, on any mesh.
 
     Only the model's arrays are read. mesh: default one device. dtype: compute dtype, default the
     run's. Weights are held in it, or with `master_weights` in float32 as in the checkpoint. mtp:
@@ -78,7 +82,7 @@ def load_run(
     axis, or that of experts by the expert axis.
     """
     mesh = mesh or local_mesh()
-    checkpointer = Checkpointer(checkpoints_of(run_dir))
+    checkpointer = open_checkpoints(run_dir)
 
     def use(step: int, manifest: Manifest) -> Trained:
         config = run_folder.read(manifest.metadata["config"], run_dir)
@@ -110,7 +114,8 @@ def load_run(
     if found is None:
         folder = checkpointer.folder
         raise ValueError(
-            f"{folder} holds no checkpoint: give the run_dir of a training run"
+            f"{folder} holds no checkpoint: give the run_dir of a training run, or a Hugging Face "
+            f"folder with config.json"
             f"{hub_command(run_dir)}"
         )
     return found
@@ -124,7 +129,21 @@ def load_chosen(options: ModelOptions, mesh: Mesh | None = None, mtp: bool = Fal
     dtype = values.convert("dtype", options.dtype, DType) if options.dtype else None
     step = None if options.step < 0 else options.step
     mesh = mesh or local_mesh(options.tensor)
-    return load_run(options.run_dir, step, mesh, dtype, mtp=mtp, average=options.average)
+    trained = load_run(options.run_dir, step, mesh, dtype, mtp=mtp, average=options.average)
+    if not isinstance(options, GenerationOptions):
+        return trained
+    return with_longrope(trained, values.convert("longrope", options.longrope, LongRope))
+
+
+def with_longrope(trained: Trained, longrope: LongRope) -> Trained:
+    """Return the model with another choice of LongRoPE's factors; ValueError if it has none."""
+    scaling = trained.config.model.rotary.scaling
+    if longrope is LongRope.current and scaling is not RotaryScaling.longrope:
+        raise ValueError(
+            f"longrope=current: the model of {trained.config.run_dir} has no LongRoPE "
+            f"(model.rotary.scaling={scaling.name}): leave it out"
+        )
+    return dataclasses.replace(trained, longrope=longrope)
 
 
 def restored_in(

@@ -24,7 +24,7 @@ def continue_text(
     ids = trained.tokenizer.encode(prompt)
     config = trained.config
     ends = end_tokens(trained.tokenizer, config.data, config.model.vocab_size)
-    engine = Engine(trained, lanes=1)
+    engine = Engine(trained, max_num_seqs=1)
     return engine.generate([ids], Request(num_tokens, sampling, ends), seed)[0].text
 
 

@@ -162,7 +162,7 @@ class Scheduler:
         got one."""
         first = self.waiting[0]
         while (newest := self._running()[-1:]) and newest[0].number > first.number:
-            self._preempt(newest[0])
+            self.preempt(newest[0])
             if self._enter_lane(first):
                 return True
         return False
@@ -209,8 +209,8 @@ class Scheduler:
         self.lanes[job.lane] = None
         job.lane, job.pages, job.read = None, [], 0
 
-    def _preempt(self, job: Job) -> None:
-        """Make a running job wait: it loses its lane and its pages."""
+    def preempt(self, job: Job) -> None:
+        """Make a running job wait: it loses its lane and its pages, and is read again later."""
         self._leave_lane(job)
         self.add(job)
         self.preemptions += 1
@@ -248,7 +248,7 @@ class Scheduler:
                 continue
             replica = self._replica(job)
             newest = [other for other in self._running() if self._replica(other) == replica][-1]
-            self._preempt(newest)
+            self.preempt(newest)
             if newest is job:
                 return False
         return True

@@ -6,9 +6,8 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float, Int
 
-from maxmeg.checkpoint.manager import Checkpointer
-from maxmeg.config.files import checkpoints_of
 from maxmeg.data.retrieval.rows import TextEncoder
+from maxmeg.hf.folder import open_checkpoints
 from maxmeg.inference.embeddings import Pooling, embedders
 from maxmeg.inference.load import Trained
 from maxmeg.retrieval.index import DESCRIPTION, Index
@@ -39,7 +38,7 @@ class Searcher:
 
     def hash(self, run_dir: str) -> str:
         """That identifies the checkpoint, and how vectors are computed from it."""
-        source = Checkpointer(checkpoints_of(run_dir))
+        source = open_checkpoints(run_dir)
         return f"{source.manifest(self.trained.step).digest}-{self.pooling}"
 
     def vectors(

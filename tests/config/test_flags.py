@@ -189,6 +189,7 @@ def test_options_of_a_command(config_file, capsys):
 
 
 def test_mistakes_in_the_config_file(config_file, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
     cases = {
         config_file + ":huge": "^unknown size 'huge': choose tiny$",
         config_file
@@ -197,13 +198,14 @@ def test_mistakes_in_the_config_file(config_file, tmp_path):
         config_file + ":bug": f"^{config_file}:8: ValueError: invalid literal for int",
         config_file + ":more:colons": "unknown size 'more:colons'",
         str(tmp_path / "run.yaml"): "no config file .*run.yaml",
-        str(tmp_path): "no config file .*config.yaml",
+        str(tmp_path): "no config file .*config.yaml.*--config=finetune:.* trains the Hugging",
+        f"finetune:{tmp_path}": "holds neither model.safetensors nor",
         "elsewhere/gpt.py": "no config file elsewhere/gpt.py .*did you mean gpt[?]",
         "configs/gtp.py": "no config file configs/gtp.py .*did you mean configs/gpt.py[?]",
         "configs/gpt": "no built-in .* or .py file .*did you mean --config=configs/gpt.py[?]",
         "runs/none": "no built-in configuration, architecture, run folder, .yaml or .py file",
         "finetune:runs/none": r"no config file runs/none/config.yaml: .*\(working folder [^()]*\)$",
-        "finetune:meta/L": "hf download meta/L --local-dir L && maxmeg convert --input=L ",
+        "finetune:meta/L": r"hf download meta/L --local-dir L\)$",
         "llama3-8b:x": "no built-in configuration",
         "gtp": r"did you mean gpt\? And no architecture is named .gtp.*for --config are bert",
         "gpt:llama4-8b": "did you mean llama3-8b",

@@ -140,7 +140,7 @@ def test_mxfp4_is_dequantized_exactly(tmp_path):
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
     write_tensors(tmp_path / "hf", others | packed)
     convert_in(tmp_path / "hf", tmp_path / "run")
-    convert.export_model(tmp_path / "run", tmp_path / "back")
+    convert.export_model(tmp_path / "hf", tmp_path / "back")
     assert_same_tensors(tmp_path / "back", tensors)
     written = json.loads((tmp_path / "back" / "config.json").read_text())
     assert "quantization_config" not in written

@@ -24,7 +24,7 @@ from maxmeg.layers.context import Source
 
 TOLERANCE = 1e-5  # of log-probabilities
 LENGTH, NEW, PAD = 24, 12, 259
-SMALL = {"lanes": 3, "slots": 4}  # fewer lanes than sources
+SMALL = {"max_num_seqs": 3, "block_size": 4}  # fewer lanes than sources
 TOKENIZER = "bytes?extra_ids=2&pad=<pad>"
 GREEDY, SAMPLED = Sampling(temperature=0), Sampling(top_k=20, top_p=0.9)
 SOURCES = [np.random.default_rng(n).integers(0, 256, n) for n in (5, LENGTH, 1, 13, 22)]
@@ -110,7 +110,7 @@ def test_few_pages_and_proposals_change_no_reply():
         found = few.generate(SOURCES, Request(NEW, sampling), 3)
         assert [*map(result, found)] == [*map(result, replies)]
     assert few.scheduler.preemptions and not few.scheduler.shared_tokens
-    proposing = Engine(model, **SMALL, proposals=2)
+    proposing = Engine(model, **SMALL, num_speculative_tokens=2)
     found = proposing.generate(SOURCES, Request(NEW, GREEDY))
     assert [reply.tokens for reply in found] == [reply.tokens for reply in wanted[GREEDY]]
 

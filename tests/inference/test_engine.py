@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from layouts import mesh_of, tiny, tiny_state
 
 from maxmeg.config.model import DType
-from maxmeg.config.options import Serve
+from maxmeg.config.options import LongRope, Serve
 from maxmeg.config.positions import RotaryScaling
 from maxmeg.data.tokenizers.load import load_tokenizer
 from maxmeg.inference.adapters import Adapter, attached
@@ -47,7 +47,7 @@ LENGTH, NEW = 64, 8
 NEAR = 1e-5  # of log-probabilities: float32 sums in another order, over at most 64 numbers
 MERGED = 1e-4  # of log-probabilities: rounding of W + A B, where an engine adds the products
 ADAPTERS = {"whole": (3, ""), "narrow": (1, "out"), "inner": (2, "value")}  # rank, part of a path
-SMALL = {"lanes": 3, "slots": 4, "chunk": 8}  # prompts of several chunks, and chunks of two pages
+SMALL = {"max_num_seqs": 3, "block_size": 4, "chunk": 8}  # chunks of two pages
 DELTA_SIZES = {"delta.num_heads": 8, "delta.num_key_heads": 4, "delta.key_size": 6}
 DELTA_SIZES |= {"delta.chunk": 4, "attention.output_gate": True}
 
@@ -79,6 +79,7 @@ MODELS = {
         "rotary.base": 50.0,
     },
 }
+MODELS["current longrope"] = MODELS["longrope"]
 MODELS["dropping experts"] = MODELS["experts"] | {"moe.capacity_factor": 0.5}
 
 
@@ -90,7 +91,8 @@ def trained(kind: str, **parallel: int) -> Trained:
     config = tiny(model, **parallel or {"fsdp": 1})
     mesh = mesh_of(config)
     _, _, state = tiny_state(config, mesh)
-    return Trained(state.model, config, load_tokenizer("bytes"), 0, mesh)
+    longrope = LongRope.current if kind.startswith("current") else LongRope.longest
+    return Trained(state.model, config, load_tokenizer("bytes"), 0, mesh, longrope=longrope)
 
 
 def adapter(model, rank: int, part: str) -> Adapter:
@@ -131,7 +133,8 @@ def forward(kind: str):
 
     def padded(ids, prompt, name=""):
         row = np.pad(ids, (0, LENGTH - len(ids)))[None]
-        return np.asarray(jitted(models[name], row, np.int32(len(prompt) + NEW)))[: len(ids)]
+        length = len(ids) if kind.startswith("current") else len(prompt) + NEW
+        return np.asarray(jitted(models[name], row, np.int32(length)))[: len(ids)]
 
     jitted = jax.jit(logits_LV)
     return padded
@@ -155,7 +158,7 @@ def check_greedy(kind: str, prompt, reply: Reply) -> None:
     assert len(ids) == len(prompt) + NEW and reply.reason == "length"
 
 
-QUICK = ("grouped", "longrope")
+QUICK = ("grouped", "current longrope")
 
 
 @pytest.mark.parametrize(
@@ -354,7 +357,7 @@ def test_a_reply_does_not_depend_on_what_else_is_served(kind):
 
 @functools.cache
 def proposing(kind: str) -> Engine:
-    return Engine(adapted(kind, *ADAPTERS), **SMALL, proposals=3)
+    return Engine(adapted(kind, *ADAPTERS), **SMALL, num_speculative_tokens=3)
 
 
 @pytest.mark.parametrize("kind", ["grouped", pytest.param("latent", marks=pytest.mark.slow)])
@@ -384,7 +387,7 @@ def test_proposals_change_no_reply(kind, name):
 @pytest.mark.parametrize("kind", ["convolution", "delta", "mamba"])
 def test_states_are_neither_taken_back_nor_shared(kind, capsys):
     with pytest.raises(ValueError, match="3 draft tokens: this model has layers with states"):
-        Engine(trained(kind), **SMALL, proposals=3)
+        Engine(trained(kind), **SMALL, num_speculative_tokens=3)
     start.load(Serve(max_num_seqs=2, chunk=8, block_size=4, run_dir="runs/gpt"), trained(kind))
     assert "no prefix cache" in capsys.readouterr().out
 
@@ -472,8 +475,8 @@ def test_bad_prompts_are_named():
         served.stream(long, request)
     with pytest.raises(ValueError, match="num_tokens=0 must be at least 1"):
         Request(0, GREEDY)
-    with pytest.raises(ValueError, match="lanes=0 must be at least 1"):
-        Engine(trained("grouped"), lanes=0)
+    with pytest.warns(FutureWarning), pytest.raises(ValueError, match="max_num_seqs=0 must be"):
+        Engine(trained("grouped"), lanes=0)  # pyright: ignore
     check_length(1, 15, 16)
     with pytest.raises(ValueError, match="at most 0 tokens"):
         check_length(17, 1, 16)

@@ -87,6 +87,8 @@ def test_rounded_weights_generate_as_their_masters_and_are_not_saved(saved, tmp_
     for write in (rounded.save, lambda folder: rounded.to_huggingface(folder, dtype="float32")):
         with pytest.raises(ValueError, match=r"weights are bfloat16.*master_weights=True"):
             write(tmp_path / "out")
+    with pytest.raises(ValueError, match="has no LongRoPE"):
+        maxmeg.load(run, longrope="current")
     assert not (tmp_path / "out").exists()
     whole.save(tmp_path / "out")
     again = to_arrays(maxmeg.load(tmp_path / "out", master_weights=True).model)

@@ -19,7 +19,7 @@ from maxmeg.layers.context import Context
 
 PROMPTS = [np.arange(5), np.arange(30, 41), np.array([7]), np.arange(20, 38)]
 LENGTH, NEW, DEPTHS, SEED = 64, 20, 2, 3
-SMALL = {"lanes": 3, "slots": 4, "chunk": 8}
+SMALL = {"max_num_seqs": 3, "block_size": 4, "chunk": 8}
 WARM = Sampling(temperature=4.0)  # so warm that the layers of a random model often agree
 KINDS = {
     "grouped": {
@@ -53,7 +53,7 @@ def trained(kind: str = "grouped", **parallel: int) -> Trained:
 
 @functools.cache
 def engine(proposals: int, kind: str = "grouped", **parallel: int) -> Engine:
-    return Engine(trained(kind, **parallel), **SMALL, proposals=proposals)
+    return Engine(trained(kind, **parallel), **SMALL, num_speculative_tokens=proposals)
 
 
 @jax.jit
@@ -133,4 +133,4 @@ def test_more_proposals_than_layers_are_refused():
     config = config_of("grouped")
     unread = Trained(None, config, load_tokenizer("bytes"), 0, mesh_of(config))  # pyright: ignore
     with pytest.raises(ValueError, match="3 draft tokens exceed the 2 MTP layers"):
-        Engine(unread, **SMALL, proposals=3)
+        Engine(unread, **SMALL, num_speculative_tokens=3)

@@ -196,7 +196,7 @@ def test_many_prompts_have_the_same_greedy_tokens_of_real_weights(tmp_path):
     prompts = [text[i * 20 : i * 20 + 5 + i].tolist() for i in range(half)]
     prompts += [rng.integers(20, 49000, 5 + i).tolist() for i in range(half)]
     request = Request(REAL_COUNT, Sampling(temperature=0, top_logprobs=2))
-    replies = Engine(trained, lanes=16).generate([*map(np.array, prompts)], request)
+    replies = Engine(trained, max_num_seqs=16).generate([*map(np.array, prompts)], request)
     jobs = {"": (str(folder / "hf"), prompts, REAL_COUNT)}
     theirs = of_vllm(folder, jobs)[""]["tokens"]
     differ = [pair for pair in zip(replies, theirs, strict=True) if pair[0].tokens != pair[1]]

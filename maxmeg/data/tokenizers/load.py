@@ -147,8 +147,7 @@ def parse_spec(spec: str) -> Spec:
         likely = _SUFFIXES.get(os.path.splitext(kind)[1], "huggingface" * is_huggingface)
         hint = f"did you mean {likely}:{spec}? " if likely else _near(kind, KINDS)
         raise ValueError(
-            f"unknown tokenizer {spec!r}: {hint}Choose one of {', '.join(KINDS)}"
-            f"{hub_command(kind, convert=False)}"
+            f"unknown tokenizer {spec!r}: {hint}Choose one of {', '.join(KINDS)}{hub_command(kind)}"
         )
     if not argument and KINDS[kind].argument not in ("", "N"):
         raise ValueError(

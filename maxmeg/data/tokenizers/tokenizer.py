@@ -234,7 +234,7 @@ def read_vocabulary(kind: str, path: str) -> bytes:
     except OSError as error:
         raise ValueError(
             f"tokenizer {kind!r} cannot read {path}: {error.strerror}; check the path"
-            f"{hub_command(path.removesuffix('/tokenizer.json'), convert=False)}"
+            f"{hub_command(path.removesuffix('/tokenizer.json'))}"
         ) from error
     if not data:
         raise ValueError(f"tokenizer {kind!r}: {path} is empty")

@@ -306,5 +306,5 @@ def longrope_notes(model: ModelConfig) -> tuple[str, ...]:
         "rotary.scaling=longrope: where a prompt and the most new tokens (--num_tokens, "
         f"max_tokens) are more than {model.rotary.original_length} together, generated text has "
         "the long factors from its first token on, and transformers changes to them at that "
-        "length: ask for fewer tokens to get the same text",
+        "length: --longrope=current does the same",
     )

@@ -417,7 +417,7 @@ def _nothing_to_read(folder: Path) -> str:
     if not folder.is_dir():
         return (
             f"{folder} is not a folder: give the folder that holds {SINGLE} or {INDEX}"
-            f"{hub_command(str(folder), convert=False)}"
+            f"{hub_command(str(folder))}"
         )
     names = sorted(path.name for path in folder.iterdir())
     old = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt", ".msgpack"))]
