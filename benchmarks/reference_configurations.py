@@ -132,12 +132,6 @@ FEATURES = {
     "expert": {
         "all_to_all": {"parallel.expert": 2},
         "gather": {"parallel.expert": 2, "parallel.expert_exchange": "gather"},
-        "ragged": {
-            "parallel.expert": 2,
-            "parallel.expert_tensor": 1,
-            "parallel.expert_exchange": "ragged",
-            "parallel.expert_buffer": 1.0,
-        },
     },
     "loop": {
         "accumulate": {"train.micro_batch_size": 1},
@@ -178,14 +172,14 @@ CONFIGURATIONS = (
     ("mla parallel yarn mtp", "dropout replicas zero_bubble"),
     (
         "mqa dropless learned documents",
-        "dropout replicas tensor 1f1b ragged accumulate selective bfloat16 tiled",
+        "dropout replicas tensor 1f1b accumulate selective bfloat16 tiled",
     ),
     ("window dropless gemma qk_norm lora", "tensor unrolled megatron"),
     (
         "mla alternating dropless learned mtp documents",
-        "dropout zero tensor ragged accumulate selective bfloat16 sgd",
+        "dropout zero tensor accumulate selective bfloat16 sgd",
     ),
-    ("dropless gpt yarn qk_norm_heads mtp sft", "dropout interleaved ragged bfloat16 sgd megatron"),
+    ("dropless gpt yarn qk_norm_heads mtp sft", "dropout interleaved bfloat16 sgd megatron"),
     (
         "gqa alternating dropless gemma learned qk_norm lora sft",
         "dropout zero_bubble all_to_all recompute_full bfloat16 sgd megatron",
@@ -207,17 +201,17 @@ CONFIGURATIONS = (
     ("mla window shared gpt mtp sft", "zero 1f1b all_to_all selective megatron"),
     (
         "mqa window shared gpt yarn qk_norm mtp",
-        "dropout tensor zero_bubble ragged recompute_full sgd tiled",
+        "dropout tensor zero_bubble recompute_full sgd tiled",
     ),
     (
         "window shared qk_norm_heads lora documents",
         "dropout replicas tensor all_to_all accumulate sgd",
     ),
-    ("mqa alternating sinkhorn gemma qk_norm_heads mtp", "tensor 1f1b ragged bfloat16"),
+    ("mqa alternating sinkhorn gemma qk_norm_heads mtp", "tensor 1f1b bfloat16"),
     ("mla window sinkhorn gemma yarn lora documents", "zero zero_bubble tiled"),
     (
         "gqa sinkhorn gpt qk_norm lora sft",
-        "dropout replicas tensor ragged accumulate recompute_full sgd megatron",
+        "dropout replicas tensor accumulate recompute_full sgd megatron",
     ),
     (
         "alternating sinkhorn learned lora sft",

@@ -118,8 +118,7 @@ RUNS = {
     "experts capacity": SPREAD + "model.moe.capacity_factor=1.25; model.moe.drop_policy=weight; "
     "model.moe.pad_to_capacity=true; model.moe.global_aux_loss=0.01; "
     "parallel.expert_exchange=gather",
-    "experts ragged": SPREAD + "parallel.expert_exchange=ragged; model.moe.sinkhorn=true; "
-    "model.moe.jitter=0.1",
+    "experts sinkhorn": SPREAD + "model.moe.sinkhorn=true; model.moe.jitter=0.1",
     "experts by nodes": SPREAD + "parallel.expert_nodes=2; model.moe.top_k=3; "
     "model.moe.score=sigmoid; model.moe.normalize_weights=true; model.moe.bias_balancing=true; "
     "model.moe.num_groups=4; model.moe.topk_groups=2; model.moe.shared_ffn_size=32; "

@@ -17,11 +17,11 @@ from maxmeg.config.validate import resolve, validate
 REFUSED = {  # a feature, and what validate refuses beside it
     "mla": ("qk_norm", "qk_norm_heads"),
     "alternating": ("shared", "interleaved"),
-    "parallel": ("dropless", "capacity", "shared", "sinkhorn", "all_to_all", "ragged"),
-    "capacity": ("lora", "ragged"),
+    "parallel": ("dropless", "capacity", "shared", "sinkhorn", "all_to_all"),
+    "capacity": ("lora",),
     "interleaved": ("sinkhorn",),
     "mtp": ("lora",),
-    "no mlp": ("all_to_all", "ragged"),
+    "no mlp": ("all_to_all",),
 }
 
 
