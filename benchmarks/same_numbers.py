@@ -8,7 +8,7 @@ anything does. NAME: parts of the names of runs; none: all. --programs: instead 
 for H100s that are not here (needs `pip install -e '.[plan]'`) and takes state, temporaries,
 collectives and FLOPs. `record` adds to FILE and leaves out what it already holds.
 
-All runs take 8 minutes of one core. Programs are compiled without XLA's optimizations of code and
+All runs take about 8 CPU-minutes. Programs are compiled without XLA's optimizations of code and
 without fused multiply-adds, so that the numbers do not depend on what XLA fuses. With
 JAX_COMPILATION_CACHE_DIR set, `compare` compiles only what has changed.
 """
@@ -23,18 +23,6 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-os.environ["NPROC"] = "32"  # threads: with fewer, XLA's CPU runtime can deadlock
-os.environ["XLA_FLAGS"] = " ".join(
-    (
-        os.environ.get("XLA_FLAGS", ""),
-        "--xla_force_host_platform_device_count=8",
-        "--xla_cpu_collective_call_terminate_timeout_seconds=600",
-        "--xla_cpu_collective_timeout_seconds=600",
-        "--xla_cpu_enable_concurrency_optimized_scheduler=false",
-        "--xla_backend_optimization_level=0",
-        "--xla_cpu_max_isa=AVX",
-    )
-)
 
 import jax
 import numpy as np
@@ -52,6 +40,13 @@ from maxmeg.planning.compile import compile_report
 from maxmeg.program import Program
 
 STEPS = 5
+FLAGS = (
+    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
+    "--xla_cpu_max_isa=AVX --xla_cpu_enable_concurrency_optimized_scheduler=false "
+    "--xla_cpu_collective_call_terminate_timeout_seconds=600 "
+    "--xla_cpu_collective_timeout_seconds=600"
+)
+THREADS = "32"  # with fewer, XLA's CPU runtime can deadlock
 BASE = (
     "model.vocab_size=61; model.vocab_divisible_by=8; model.num_layers=2; model.hidden_size=32; "
     "model.attention.num_heads=8; model.dtype=float32; data.sequence_length=16; "
@@ -118,8 +113,8 @@ RUNS = {
     "experts capacity": SPREAD + "model.moe.capacity_factor=1.25; model.moe.drop_policy=weight; "
     "model.moe.pad_to_capacity=true; model.moe.global_aux_loss=0.01; "
     "parallel.expert_exchange=gather",
-    "experts ragged": SPREAD + "parallel.expert_exchange=ragged; model.moe.sinkhorn=true; "
-    "model.moe.jitter=0.1",
+    "experts sinkhorn": SPREAD + "model.moe.sinkhorn=true; model.moe.jitter=0.1; "
+    "parallel.expert_exchange=all_to_all",
     "experts by nodes": SPREAD + "parallel.expert_nodes=2; model.moe.top_k=3; "
     "model.moe.score=sigmoid; model.moe.normalize_weights=true; model.moe.bias_balancing=true; "
     "model.moe.num_groups=4; model.moe.topk_groups=2; model.moe.shared_ffn_size=32; "
@@ -130,11 +125,13 @@ RUNS = {
     "tensorwise": STAGES + QUANTIZED + "tensorwise; parallel.data=4; parallel.fsdp=1; "
     "model.first_layers_bf16=1; model.num_layers=4; train.quantization.format=e4m3",
     "delayed experts": SPREAD + QUANTIZED + "delayed; train.quantization.amax_history_length=3; "
+    "model.moe.score=sqrt_softplus; "
     "train.micro_batch_size=1",
     "blockwise dispatch": EXPERTS + QUANTIZED + "blockwise; train.quantization.dispatch=true; "
     "model.hidden_size=128; model.moe.ffn_size=128; parallel.expert=4; parallel.data=2; "
     "parallel.fsdp=1; parallel.zero1=false",
-    "mxfp8 ring": QUANTIZED + "mxfp8; model.layers=*(mla,mlp); parallel.context=4; "
+    "mxfp8 ring": QUANTIZED
+    + "mxfp8; model.layers=*(local_mla,mlp mla,mlp); model.attention.window=5; parallel.context=4; "
     "parallel.context_strategy=ring; parallel.fsdp=2; parallel.zero1=false; "
     "model.mla.kv_rank=64; model.mla.rotary_size=32",
     "nvfp4": QUANTIZED + "nvfp4; model.hidden_size=128; parallel.tensor=2; parallel.fsdp=4",
@@ -145,11 +142,14 @@ RUNS = {
     "qat mxfp4": QUANTIZED + "qat_mxfp4; model.hidden_size=256; parallel.fsdp=8; "
     "model.scan_unroll=2",
     "qat int8": QUANTIZED + "qat_int8; parallel.data=8; parallel.fsdp=1; optim.optimizer=adafactor",
-    "offload soap": "parallel.fsdp=4; parallel.data=2; optim.optimizer=soap; optim.offload=true",
+    "offload soap": "parallel.fsdp=4; parallel.data=2; optim.optimizer=soap; optim.offload=true; "
+    "model.layers=*(raw_attention,mlp); model.norm_place=post",
     "float16 moments float8": "model.dtype=float16; parallel.fsdp=8; optim.moments=float8; "
-    "model.hidden_size=128",
-    "mup lora": "model.mup.base_hidden_size=16; lora.rank=4; lora.targets=*; lora.dropout=0.1; "
-    "parallel.tensor=2; parallel.fsdp=4; " + DOCUMENTS,
+    "model.hidden_size=128; model.layers=*(nope_attention,mlp attention,mlp); "
+    "model.position=none; model.attention.qk_norm=head",
+    "mup lora": "model.mup.base_hidden_size=16; model.attention.num_kv_heads=1; "
+    "lora.rank=4; lora.targets=*; lora.dropout=0.1; parallel.tensor=2; parallel.fsdp=4; "
+    + DOCUMENTS,
     "bert": BERT + "data.objective=masked; data.sentence_pairs=true; data.paths=a; "
     "model.bert.pair_head=true; model.bert.transform=gelu_tanh; model.bert.output_bias=true; "
     "parallel.pipe=2; parallel.tensor=2; parallel.fsdp=2; train.micro_batch_size=4",
@@ -264,6 +264,8 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="parts of names; none: all")
     parser.add_argument("--programs", action="store_true", help="compile for absent H100s instead")
     given = parser.parse_args()
+    os.environ |= {"XLA_FLAGS": FLAGS, "NPROC": THREADS, "JAX_PLATFORMS": "cpu"}
+    jax.config.update("jax_platforms", "cpu")
     measure: Callable[[str], dict] = program if given.programs else run
     known, parts = PROGRAMS if given.programs else RUNS, given.names or [""]
     chosen = [name for name in known if any(part in name for part in parts)]

@@ -194,7 +194,7 @@ def test_flops_of_latent_experts():
         ({"moe.ffn_size": 33}, {"tensor": 2}, "moe.ffn_size=33 is not divisible"),
         ({}, {"tensor": 2, "expert_tensor": 1}, "expert=1 is not divisible by 2: with"),
         ({}, {"tensor": 4, "expert_tensor": 3}, "expert_tensor=3 does not divide tensor=4: choose"),
-        ({}, {"expert_exchange": ExpertExchange.ragged}, "has no effect without parallel.expert:"),
+        ({}, {"expert_exchange": ExpertExchange.gather}, "has no effect without parallel.expert:"),
         (
             {"moe.shared_gate": True},
             {},

@@ -7,7 +7,7 @@ import short_runs
 from short_runs import ENDS, SAME, curve, digests, run_layouts, write_corpus
 
 from maxmeg import evaluate, generate
-from maxmeg.config.mixers import ExpertExchange, RouterScore
+from maxmeg.config.mixers import RouterScore
 from maxmeg.config.parallel import Schedule
 from maxmeg.config.schema import Config
 
@@ -41,8 +41,7 @@ CASES = {
         [
             {"fsdp": 8},
             {"fsdp": 2, "expert": 4},
-            {"data": 2, "fsdp": 2, "expert": 2, "tensor": 2, "expert_tensor": 1}
-            | {"expert_exchange": ExpertExchange.ragged},
+            {"data": 2, "fsdp": 2, "expert": 2, "tensor": 2, "expert_tensor": 1},
         ],
         ("loss", "validation_loss", "expert_load_max"),
     ),

@@ -110,6 +110,7 @@ _OVERLAP = "leave it out: XLA runs transfers over tensor beside other work"
 REMOVED = {
     "parallel.tensor_overlap": ("auto off", _OVERLAP),
     "tp-comm-overlap": ("", _OVERLAP),
+    "parallel.expert_exchange=ragged": ("all_to_all", "use all_to_all"),
     "parallel.schedule=gpipe": ("one_f_one_b", "use one_f_one_b: as fast, in less memory"),
 }
 DEVICES = "gpus gpu num_gpus n_gpus device devices num_devices nproc_per_node"  # not settings

@@ -49,7 +49,6 @@ class ExpertExchange(enum.Enum):
     auto = "auto"
     gather = "gather"
     all_to_all = "all_to_all"
-    ragged = "ragged"
 
 
 class ExpertDrop(enum.Enum):

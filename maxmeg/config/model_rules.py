@@ -398,32 +398,21 @@ def expert_layout_problems(config: Config) -> Iterator[str]:
             f"(parallel.expert={parallel.expert}, expert_exchange={parallel.expert_exchange.name}):"
             " leave it out, or set parallel.expert above 1 and another exchange than gather"
         )
-    nodes, direct = parallel.expert_nodes, (ExpertExchange.ragged, ExpertExchange.gather)
+    nodes, gathers = parallel.expert_nodes, parallel.expert_exchange is ExpertExchange.gather
     if nodes > 1 and parallel.expert % nodes:
         yield (
             f"parallel.expert_nodes={nodes} does not divide expert={parallel.expert}: choose it in "
             f"{divisors(parallel.expert)}"
         )
-    if nodes > 1 and parallel.expert_exchange in direct:
+    if nodes > 1 and gathers:
         yield (
-            f"parallel.expert_nodes={nodes} needs expert_exchange=auto or all_to_all, not "
-            f"{parallel.expert_exchange.name}: leave one out"
+            f"parallel.expert_nodes={nodes} needs expert_exchange=auto or all_to_all, not gather: "
+            "leave one out"
         )
-    if moe.backend is ExpertBackend.batched and parallel.expert_exchange is ExpertExchange.ragged:
+    if moe.pad_to_capacity and parallel.expert_buffer != plain.expert_buffer:
         yield (
-            "model.moe.backend=batched cannot be combined with parallel.expert_exchange=ragged, "
-            "which sends unequal numbers of rows: choose auto, all_to_all or gather, or another "
-            "backend"
-        )
-    if moe.pad_to_capacity and (
-        parallel.expert_buffer != plain.expert_buffer
-        or parallel.expert_exchange is ExpertExchange.ragged
-    ):
-        yield (
-            f"parallel.expert_exchange={parallel.expert_exchange.name}, expert_buffer="
-            f"{parallel.expert_buffer}: model.moe.pad_to_capacity=True sends the same number of "
-            "rows to every expert at once: leave the buffer out, and choose auto, all_to_all or "
-            "gather"
+            f"parallel.expert_buffer={parallel.expert_buffer}: model.moe.pad_to_capacity=True "
+            "sends the same number of rows to every expert at once: leave the buffer out"
         )
 
 

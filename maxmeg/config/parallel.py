@@ -45,8 +45,8 @@ class ParallelConfig(Section):
     )
     expert_exchange: ExpertExchange = setting(
         ExpertExchange.auto,
-        "token dispatch: all_to_all (padded) | ragged | gather (all tokens on all devices); "
-        "auto: all_to_all",
+        "token dispatch: all_to_all (padded) | gather (all tokens on all devices); auto: "
+        "all_to_all",
         "--moe-token-dispatcher-type",
         needs="expert",
     )

@@ -74,7 +74,7 @@ class MoeSpec(MlpSpec):
     capacity: capacity factor per device; 0: dropless. drop_by_weight: copies with the smallest
     weights are dropped, else the last ones. pad: every expert computes exactly as many rows as its
     capacity, in one plain batched product.
-    exchange: "gather", "all_to_all", "ragged" (all-to-all), or "auto" (all_to_all). buffer: rows of
+    exchange: "gather", "all_to_all", or "auto" (all_to_all). buffer: rows of
     a round relative to the mean load of a device, or of an expert if `backend` is batched; unused
     with pad.
     nodes: number of nodes that the devices of the experts lie in, if each token is sent once to a
@@ -124,7 +124,6 @@ class MoeSpec(MlpSpec):
             matrices,
             buffer=self.buffer,
             limit=min(self.capacity or most, most),
-            ragged=self.exchange == "ragged",
             device=device,
         )
 
@@ -385,8 +384,7 @@ class Moe(Mixer):
             limit = min(limit * nodes, received) if received else limit
             return self._blocks(tokens * nodes, limit, axes=EXPERT_AXES, nodes=nodes)
         local, top_k = self.experts.up.shape[-3], spec.routing.top_k
-        how = EXPERT_AXES, spec.exchange, spec.buffer, nodes, received
-        return make_exchange(tokens, top_k, local, *how)
+        return make_exchange(tokens, top_k, local, EXPERT_AXES, spec.buffer, nodes, received)
 
     def _blocks(self, tokens: int, limit: int, **how) -> Blocks:
         """Blocks of the experts for `tokens` tokens per device."""

@@ -143,13 +143,6 @@ def exchange(
     return lax.all_to_all(x, axes, cut, joined, tiled=True, axis_index_groups=groups)
 
 
-def ragged_exchange(x_ND, out_ND, starts_R, sizes_R, places_R, received_R, axes: tuple[str, ...]):
-    """`out_ND` with the slices that all ranks send here (lax.ragged_all_to_all; CUDA only)."""
-    names = present(axes)
-    slices = (starts_R, sizes_R, places_R, received_R)
-    return lax.ragged_all_to_all(x_ND, out_ND, *slices, axis_name=names)
-
-
 def after(tree, before):
     """`tree`, whose readers XLA's CPU runtime starts after `before` is there.
 

@@ -66,9 +66,8 @@ def test_compatible_settings_are_accepted(fields):
     assert not [*declared_problems(model, "model."), *model_problems(model)]
 
 
-GATHER, EXCHANGE, RAGGED = (
-    {"expert_exchange": getattr(ExpertExchange, name)}
-    for name in ("gather", "all_to_all", "ragged")
+GATHER, EXCHANGE = (
+    {"expert_exchange": getattr(ExpertExchange, name)} for name in ("gather", "all_to_all")
 )
 XLA = {"moe.backend": ExpertBackend.xla}
 BATCHED = {"moe.backend": ExpertBackend.batched}
@@ -80,19 +79,16 @@ BUFFER, TWO_NODES = {"expert_buffer": 2.0}, {"expert": 8, "expert_nodes": 2}
     ("fields", "parallel", "message"),
     [
         # padded experts are exchanged at once
-        (FULL, {"expert": 2} | RAGGED, "choose auto, all_to_all or gather"),
         (FULL, {"expert": 2} | BUFFER, "leave the buffer"),
         (FULL, {"expert": 2} | GATHER, ""),
         (FULL, {"expert": 2} | EXCHANGE, ""),
         # a buffer needs blocks or an exchange
-        (BATCHED, {"expert": 2} | RAGGED, "choose auto, all_to"),
         (XLA, BUFFER, "expert_buffer=2.0 has no effect with model.moe.backend"),
         (BATCHED, BUFFER, ""),
         ({"moe.backend": ExpertBackend.mosaic}, {"expert": 2} | BUFFER, ""),
         # nodes divide the devices of experts
         ({}, {"expert": 8, "expert_nodes": 3}, "expert_nodes=3 does not divide expert=8: choose"),
         ({}, TWO_NODES | GATHER, "not gather"),
-        ({}, TWO_NODES | RAGGED, "not ragged"),
         ({}, TWO_NODES, ""),
     ],
 )
@@ -110,7 +106,7 @@ def test_layouts_fit_how_experts_are_computed_and_exchanged(fields, parallel, me
         (8, {"expert": 64, "tensor": 2, "expert_tensor": 1}, 8),
         (1, {"expert": 64}, 1),
         (8, {"expert": 8}, 1),
-        (8, {"expert": 64, "expert_exchange": ExpertExchange.ragged}, 1),
+        (8, {"expert": 64, "expert_exchange": ExpertExchange.gather}, 1),
         (1, {"expert": 64, "expert_nodes": 4}, 4),
     ],
 )

@@ -85,45 +85,6 @@ def test_a_traced_offset_is_a_static_one(name, monkeypatch):
     assert error(lse, wanted["lse"]) <= TOLERANCE["float32"]
 
 
-# name: rows of both samples that are not finite, and queries that see none of them
-STRANGE = {
-    "grouped": ([4], [0, 1, 2, 3]),
-    "blocks": ([17, 18], list(range(17))),
-    "documents": ([7], list(range(7))),  # each row's last document begins before
-    "window in blocks": ([20], [*range(20), *range(31, 45)]),
-    "chunks in blocks": ([16], [*range(16), *range(21, 45)]),
-    "window on both sides": ([3], list(range(8, 37))),
-    "documents within pieces": ([69], list(range(69))),
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    thinned([("blocks", np.inf), ("grouped", -np.inf), *((n, np.nan) for n in STRANGE)], 3),
-)
-def test_non_finite_values_reach_only_queries_that_see_them(name, value, monkeypatch):
-    """In queries, keys and values of a row, and in the cotangents of the queries that see it."""
-    case, arrays, operands = prepared(name, "float32", monkeypatch)
-    rows, live = STRANGE[name]
-    dead = [n for n in range(case.length) if n not in live]
-    clean, strange = ([x.copy() for x in arrays] for _ in range(2))
-    for array in strange[:3]:
-        array[:, rows, :, 1] = value
-    for array in clean[3:]:
-        array[:, dead] = 0
-    for array in strange[3:]:
-        array[:, dead] = value
-    wanted = run(case, clean, operands, "xla", jax.jit)
-    actual = run(case, strange, operands, "xla", jax.jit)
-    for key in ("out", "lse", "dq"):
-        np.testing.assert_allclose(actual[key][:, live], wanted[key][:, live], rtol=1e-5, atol=1e-6)
-    assert np.isnan(actual["out"][:, dead]).all() and np.isnan(actual["lse"][:, dead]).all()
-    kept = [n for n in range(case.length) if n not in rows]
-    for key in ("dk", "dv"):
-        np.testing.assert_allclose(actual[key][:, kept], wanted[key][:, kept], rtol=1e-5, atol=1e-6)
-        assert np.isfinite(actual[key]).all()
-
-
 @pytest.mark.parametrize("spec", thinned([ScoreSpec(window=64), FULL, ScoreSpec()], 3))
 def test_memory_does_not_hold_all_scores(spec, monkeypatch):
     """Forward and backward, packed documents: scores of one block and some copies of the rows."""

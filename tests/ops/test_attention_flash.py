@@ -1,7 +1,6 @@
-"""What stands between an op's call and the flash kernels: masks, sinks, what is not finite.
+"""What stands between an op's call and the flash kernels: masks and sinks.
 
-The kernels' place takes plain attention with their interface and their weakness: it multiplies the
-weights, zeros where a key is masked, with the values.
+The kernels' place takes plain attention with their interface.
 """
 
 import functools
@@ -85,23 +84,6 @@ def test_every_mask_and_sink_reaches_the_kernel(in_blocks, name, monkeypatch):
     wanted, actual = expected(case, arrays, operands), run(case, arrays, operands, "plain")
     errors = {key: error(actual[key], wanted[key]) for key in actual}
     assert all(e <= TOLERANCE["float32"] for e in errors.values()), errors
-
-
-def padded(value: float):
-    """A batch whose last third is a document of its own and holds `value` everywhere."""
-    case, (arrays, operands) = CASES["documents"], arrays_of(CASES["documents"], "float32")
-    operands = operands._replace(segments_BL=np.broadcast_to(np.arange(12) // 8, (2, 12)))
-    rows = [np.arange(12).reshape(-1, *[1] * (x.ndim - 2)) < 8 for x in arrays]
-    filled = [np.where(r, x, np.float32(value)) for r, x in zip(rows, arrays, strict=True)]
-    return run(case, filled, operands, "plain")
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_padding_that_is_not_finite_reaches_no_live_row(value):
-    actual = padded(value)
-    for key, wanted in padded(0.0).items():
-        np.testing.assert_allclose(actual[key][:, :8], wanted[:, :8], rtol=1e-5, atol=1e-6)
-    assert np.isnan(actual["out"][:, 8:]).all() and np.isnan(actual["lse"][:, 8:]).all()
 
 
 def test_documents_that_return_make_their_row_nan_and_no_other():

@@ -11,9 +11,9 @@ from maxmeg.ops.experts.choice import choose_backend, warn_of_xla, xla_words
 HOPPER, AMPERE, CPU = Device("cuda", (9, 0)), Device("cuda", (8, 0)), Device("cpu")
 
 
-def chosen(device=HOPPER, named="auto", buffer=1.5, limit=4.0, ragged=False, size=128):
+def chosen(device=HOPPER, named="auto", buffer=1.5, limit=4.0, size=128):
     matrices = jax.ShapeDtypeStruct((8, size, 256), "bfloat16")
-    how = {"buffer": buffer, "limit": limit, "ragged": ragged, "device": device}
+    how = {"buffer": buffer, "limit": limit, "device": device}
     return choose_backend(named, matrices, **how)
 
 
@@ -23,10 +23,8 @@ def chosen(device=HOPPER, named="auto", buffer=1.5, limit=4.0, ragged=False, siz
         ({}, "mosaic", ""),
         ({"size": 100}, "batched", "not multiples of 64"),
         ({"device": AMPERE}, "batched", "needs a Hopper GPU"),
-        ({"device": AMPERE, "ragged": True}, "xla", "needs a Hopper GPU"),
         ({"device": CPU}, "xla", ""),
         ({"limit": 1.1}, "batched", ""),
-        ({"limit": 1.1, "ragged": True}, "mosaic", ""),
         ({"limit": 1.1, "buffer": 1.0}, "mosaic", ""),  # a second round is not rare
         ({"limit": 1.25}, "mosaic", ""),
         ({"named": "batched", "device": CPU}, "batched", ""),
@@ -36,11 +34,6 @@ def chosen(device=HOPPER, named="auto", buffer=1.5, limit=4.0, ragged=False, siz
 def test_the_backend_and_why(arguments, backend, reason):
     found, because = chosen(**arguments)
     assert found == backend and reason in because and bool(reason) == bool(because)
-
-
-def test_blocks_are_refused_for_a_ragged_exchange():
-    with pytest.raises(ValueError, match=r"batched needs equal blocks: choose another exchange"):
-        chosen(named="batched", ragged=True)
 
 
 def test_the_price_of_dense_products_is_said_once(caplog):

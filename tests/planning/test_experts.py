@@ -52,19 +52,18 @@ def of(model: dict, gpus: int, microbatches: int = 1, length: int = 4096, **para
     return config
 
 
-@pytest.mark.parametrize("kind", [ExpertExchange.all_to_all, ExpertExchange.ragged])
 @pytest.mark.parametrize(
     ("top_k", "devices", "local_experts"), [(1, 2, 4), (3, 8, 1), (8, 4, 2), (3, 3, 5)]
 )
-def test_rows_are_those_that_the_layer_exchanges(monkeypatch, kind, top_k, devices, local_experts):
+def test_rows_are_those_that_the_layer_exchanges(monkeypatch, top_k, devices, local_experts):
     monkeypatch.setattr(exchange.collectives, "axis_size", lambda axes: devices)
     for tokens in (1, 7, 64):
         for buffer in (1.0, 1.3, 2.0, 9.0):
-            made = exchange.make_exchange(
-                tokens, top_k, local_experts, ("expert",), kind.value, buffer
-            )
+            made = exchange.make_exchange(tokens, top_k, local_experts, ("expert",), buffer)
             sizes = devices, devices * local_experts, local_experts
-            found = experts.Dispatch(tokens, top_k, *sizes, 16, 1, kind, buffer, 2)
+            found = experts.Dispatch(
+                tokens, top_k, *sizes, 16, 1, ExpertExchange.all_to_all, buffer, 2
+            )
             assert (found.rows, not found.in_rounds) == (made.rows, made.one_suffices)
 
 

@@ -93,9 +93,3 @@ def check_shapes(q_BLHK, k_BMGK, v_BMGV, operands: Operands) -> None:
         array = getattr(operands, name)
         if array is not None and array.shape != shape:
             raise ValueError(f"{name} has shape {array.shape}, needs {shape}")
-
-
-def finite(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(x with NaN and inf replaced by 0, whether each vector of the last dimension had any)."""
-    is_finite = jnp.isfinite(x)
-    return jnp.where(is_finite, x, 0), ~jnp.all(is_finite, axis=-1)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from maxmeg.ops.attention.spec import NEGATIVE, AttentionDropout, Operands, ScoreSpec, finite
+from maxmeg.ops.attention.spec import NEGATIVE, AttentionDropout, Operands, ScoreSpec
 from maxmeg.ops.backend import Device
 from maxmeg.ops.cross_entropy.call import softcapped
 from maxmeg.ops.dropout import dropout
@@ -61,8 +61,7 @@ def attend(q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: Operands):
     scores [B, L, H].
 
     A query that sees no key has output 0 and log-sum-exp NEGATIVE, or its sink. NaN and inf in a
-    query, key or value make NaN of the queries that see them and of no others; these queries have
-    no gradient.
+    key or value make NaN of the queries of its row, also of those that do not see it.
     """
     B, L, H, K = q_BLHK.shape
     G = k_BMGK.shape[2]
@@ -225,14 +224,8 @@ def attend_block(block: Block, q_BLGJK, k_BMGK, v_BMGV, of_heads: tuple, rows: R
     `spec.largest` their largest scores [B, L, G, J]."""
     spec, (G, J), M = block.spec, q_BLGJK.shape[2:4], k_BMGK.shape[1]
     sinks_H, bias_NH = of_heads
-    q_BLGJK, nonfinite_BLGJ = finite(q_BLGJK)
-    k_BMGK, nonfinite_k_BMG = finite(k_BMGK)
-    v_BMGV, nonfinite_v_BMG = finite(v_BMGV)
     keys_M = block.first_key + jnp.arange(M)
     visible_BLM = visible(spec, rows, keys_M)
-    nonfinite_BGM = jnp.moveaxis(nonfinite_k_BMG | nonfinite_v_BMG, 1, 2)
-    tainted_BGL = jnp.any(visible_BLM[:, None] & nonfinite_BGM[:, :, None], axis=-1)
-    tainted_BGJL = tainted_BGL[:, :, None] | jnp.moveaxis(nonfinite_BLGJ, 1, 3)
     q_BGJLK, k_BGMK = jnp.moveaxis(q_BLGJK, 1, 3), jnp.moveaxis(k_BMGK, 1, 2)
     scores_BGJLM = spec.scale * jnp.einsum(
         "BGJLK,BGMK->BGJLM", q_BGJLK, k_BGMK, preferred_element_type=jnp.float32
@@ -242,8 +235,7 @@ def attend_block(block: Block, q_BLGJK, k_BMGK, v_BMGV, of_heads: tuple, rows: R
         buckets_ALM = bias_buckets(keys_M - rows.positions_AL[..., None], len(bias_NH), spec)
         bias_ALMH = bias_rows(bias_NH, buckets_ALM).astype(jnp.float32)
         scores_BGJLM += jnp.moveaxis(bias_ALMH, 3, 1).reshape(-1, G, J, *buckets_ALM.shape[1:])
-    used_BGJLM = visible_BLM[:, None, None] & ~tainted_BGJL[..., None]
-    scores_BGJLM = jnp.where(used_BGJLM, scores_BGJLM, NEGATIVE)
+    scores_BGJLM = jnp.where(visible_BLM[:, None, None], scores_BGJLM, NEGATIVE)
     sinks_GJ = None if sinks_H is None else sinks_H.reshape(G, J).astype(jnp.float32)
     weights_BGJLM, lse_BGJL = softmax(scores_BGJLM, sinks_GJ, block.alone)
     weights_BGJLM = weights_BGJLM.astype(v_BMGV.dtype)
@@ -252,9 +244,7 @@ def attend_block(block: Block, q_BLGJK, k_BMGK, v_BMGV, of_heads: tuple, rows: R
     out_BLGJV = jnp.einsum("BGJLM,BMGV->BLGJV", weights_BGJLM, v_BMGV)
     if block.alone:
         out_BLGJV = collectives.stored(out_BLGJV, "attention_output")
-    tainted_BLGJ = jnp.moveaxis(tainted_BGJL, 3, 1)
-    lse_BLGJ = jnp.where(tainted_BLGJ, jnp.nan, jnp.moveaxis(lse_BGJL, 3, 1))
-    results = [jnp.where(tainted_BLGJ[..., None], jnp.nan, out_BLGJV), lse_BLGJ]
+    results = [out_BLGJV, jnp.moveaxis(lse_BGJL, 3, 1)]
     if spec.largest:
         largest_BGJL = jnp.max(lax.stop_gradient(scores_BGJLM), axis=-1, initial=NEGATIVE)
         results.append(jnp.moveaxis(largest_BGJL, 3, 1))

@@ -25,24 +25,19 @@ def choose_backend(
     *,
     buffer: float,
     limit: float,
-    ragged: bool,
     device: Device,
 ) -> tuple[str, str]:
     """(BATCHED or a backend of grouped_matmul, why "auto" does not use another one).
 
     matrices: [experts, D, F] of a device. buffer: rows of a block over an expert's mean load.
-    limit: the same of a block that holds every load. ragged: a device receives as many rows as
-    there are, without blocks.
+    limit: the same of a block that holds every load.
 
     On a GPU "auto" is batched if a block holds every load and has few empty rows, else our kernel,
-    else batched. XLA's grouped product, which multiplies each row by every expert, remains for
-    ragged exchanges. ValueError if `named` is batched and the exchange is ragged.
+    else batched. XLA's grouped product multiplies each row by every expert.
     """
-    if named == BATCHED and ragged:
-        raise ValueError("backend=batched needs equal blocks: choose another exchange than ragged")
     if named != "auto" or not device.is_cuda:
         return ("xla", "") if named == "auto" else (named, "")
-    if limit <= min(buffer, MOST_EMPTY) and not ragged:
+    if limit <= min(buffer, MOST_EMPTY):
         return BATCHED, ""
     rows = jax.ShapeDtypeStruct((1, matrices.shape[1]), matrices.dtype)
     reason = grouped_matmul_mosaic.refuses(rows, matrices, None, False, device)
@@ -51,7 +46,7 @@ def choose_backend(
         reason = f"{order[0]} was measured to be faster"
     if not reason:
         return "mosaic", ""
-    return ("xla" if ragged else BATCHED), f"mosaic: {reason}"
+    return BATCHED, f"mosaic: {reason}"
 
 
 @functools.cache
@@ -69,6 +64,6 @@ def xla_words(rows: int, experts: int, flops: float) -> str:
         f"experts run in XLA's grouped matrix product on the GPU, which multiplies each of {rows:,}"
         f" rows by all {experts:,} experts of the device: in every such layer and microbatch, "
         f"forward takes {experts * flops / 1e12:,.3g} instead of {flops / 1e12:,.3g} TFLOP, and "
-        "backward twice as much. Set model.moe.backend=auto or batched (with "
-        "parallel.expert_exchange other than ragged), or on Hopper mosaic"
+        "backward twice as much. Set model.moe.backend=auto or batched, or on "
+        "Hopper mosaic"
     )

@@ -2,11 +2,9 @@
 
 A round sends a bounded number of rows. Copies that do not fit in it go in the next one, so nothing
 is dropped and memory does not depend on the expert loads. `Blocks` sends equal numbers of rows for
-every expert, `Exchange` equal numbers of rows to every device, or as many as there are by a ragged
-all-to-all. The first round is differentiated by JAX. Further rounds are rare; they run in a loop
-that backward recomputes, so that memory stays that of one round.
-
-XLA has a ragged all-to-all on CUDA only; other backends pick the rows from an all-gather.
+every expert, `Exchange` equal numbers of rows to every device. The first round is differentiated by
+JAX. Further rounds are rare; they run in a loop that backward recomputes, so that memory stays that
+of one round.
 """
 
 import dataclasses
@@ -20,7 +18,6 @@ from jax import lax
 from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float, Int
 
-from maxmeg.ops.backend import target_device
 from maxmeg.ops.broadcast import never
 from maxmeg.ops.experts import packed
 from maxmeg.ops.experts.dispatch import (
@@ -170,14 +167,13 @@ class DispatchPlan(NamedTuple):
 class Exchange:
     """An exchange between the devices along `axes`, inside each of `nodes` equal parts.
 
-    rows: rows that a device receives per round; unless ragged, an equal number from each device.
+    rows: rows that a device receives per round, an equal number from each device.
     one_suffices: whether every copy fits in one round, however uneven the loads are.
     """
 
     axes: tuple[str, ...]
     rows: int
     one_suffices: bool
-    ragged: bool = False
     nodes: int = 1
 
     @property
@@ -186,17 +182,13 @@ class Exchange:
 
     def count_rounds(self, plan: DispatchPlan) -> jax.Array:
         """Rounds until every copy is sent, equal on all devices except along pipe."""
-        if self.ragged:
-            most = jnp.max(jnp.sum(plan.counts, axis=0))
-            rounds = -(-most // self.rows)
-        else:
-            rounds = -(-jnp.max(plan.counts) // (self.rows // self.devices))
+        rounds = -(-jnp.max(plan.counts) // (self.rows // self.devices))
         return collectives.stored(collectives.max_over(rounds, EVERYWHERE), "dispatch_rounds")
 
     def run(self, number, experts, x_TD, weights_TK, plan: DispatchPlan) -> Float[Array, "T D"]:
         """Output of the copies sent in round `number`."""
-        order, send, send_back = self._round(plan, number)
-        route = Route(order, send, send_back, experts.dispatch)
+        order, send = self._round(plan, number)
+        route = Route(order, send, send, experts.dispatch)
         received = route.dispatch(x_TD, self.nodes)
         # Rows without a copy get the label 0, also rows that do not arrive.
         labels = (weights_TK, (plan.local_TK + 1).astype(weights_TK.dtype))
@@ -209,22 +201,16 @@ class Exchange:
         y_RD = experts(rows.values_RD, local_order.sizes_E, weights_R, rows.codes)
         return route.combine(collect(y_RD, local_order))
 
-    def _round(self, plan: DispatchPlan, number) -> tuple[Order, Send, Send]:
-        """(order of the rows of one round, function that sends them, function that returns
-        outputs). Rows without a copy arrive as zeros."""
-        if self.ragged:
-            slices = ragged_slices(plan.counts, number, self.rows)
-            sent = len(plan.order.copies_R)
-            send = Partial(functools.partial(_ragged, self.axes, self.rows), slices)
-            send_back = functools.partial(_ragged, self.axes, sent)
-            return plan.order, send, Partial(send_back, slices.reversed())
+    def _round(self, plan: DispatchPlan, number) -> tuple[Order, Send]:
+        """(order of the rows of one round, function that sends them, and their outputs back). Rows
+        without a copy arrive as zeros."""
         width = self.rows // self.devices
         is_now_TK = plan.places_TK // width == number
         places_TK = jnp.where(is_now_TK, plan.places_TK % width, width)
         order = pad_experts(plan.devices_TK, places_TK, self.devices, width)
         groups = collectives.inside(self.axes, self.nodes)
         send = Partial(functools.partial(collectives.exchange, axes=self.axes, groups=groups))
-        return order, send, send
+        return order, send
 
 
 def make_exchange(
@@ -232,22 +218,18 @@ def make_exchange(
     top_k: int,
     local_experts: int,
     axes: tuple[str, ...],
-    kind: str,
     buffer: float,
     nodes: int = 1,
     received: int = 0,
 ) -> Exchange:
     """The exchange of `tokens` tokens per device.
 
-    kind: "ragged", or anything else. buffer: rows of a round relative to a device's mean load.
+    buffer: rows of a round relative to a device's mean load.
     received: rows that it received from other nodes, in place of its own tokens.
     """
     devices = collectives.axis_size(axes) // nodes
     most = (received or tokens) * min(top_k, local_experts)  # from one device to another
     width = min(math.ceil(buffer * tokens * top_k / devices), most)
-    if kind == "ragged":
-        rows = min(math.ceil(buffer * tokens * top_k), most * devices)
-        return Exchange(axes, rows, rows == most * devices, ragged=True)
     return Exchange(axes, width * devices, width == most, nodes=nodes)
 
 
@@ -343,52 +325,4 @@ further_rounds.defvjp(
         operands,
     ),
     _further_rounds_backward,
-)
-
-
-class Slices(NamedTuple):
-    """[sender, receiver] slices: `sizes` rows from row `starts` of the sender's buffer to row
-    `places` of the receiver's."""
-
-    starts: Int[Array, "devices devices"]
-    sizes: Int[Array, "devices devices"]
-    places: Int[Array, "devices devices"]
-
-    def reversed(self) -> "Slices":
-        return Slices(self.places.T, self.sizes.T, self.starts.T)
-
-
-def ragged_slices(counts: Int[Array, "devices devices"], number, rows: int) -> Slices:
-    """The slices of round `number`: the next `rows` rows for each receiver, ordered by sender."""
-    before = jnp.cumsum(counts, axis=0) - counts
-    first = jnp.clip(number * rows - before, 0, counts)
-    last = jnp.clip((number + 1) * rows - before, 0, counts)
-    starts = jnp.cumsum(counts, axis=1) - counts + first
-    places = jnp.clip(before + first - number * rows, 0, rows)
-    return Slices(starts, last - first, places)
-
-
-def _move(axes: tuple[str, ...], rows: int, slices: Slices, x_RD: Float[Array, "R D"]):
-    rank = collectives.axis_index(axes)
-    starts, sizes, places = (matrix.astype(jnp.int32) for matrix in slices)
-    if target_device().is_cuda:
-        out = jnp.zeros((rows, *x_RD.shape[1:]), x_RD.dtype)
-        sent = (starts[rank], sizes[rank], places[rank], sizes[:, rank])
-        return collectives.ragged_exchange(x_RD, out, *sent, axes)
-    gathered = collectives.gather(x_RD[None], axes, 0)  # [sender, R, D]
-    within = jnp.arange(rows) - places[:, rank][:, None]  # [sender, R]
-    is_from = (within >= 0) & (within < sizes[:, rank][:, None])
-    sender_R = jnp.argmax(is_from, axis=0)
-    row_R = (starts[:, rank][:, None] + within)[sender_R, jnp.arange(rows)]
-    row_R = jnp.where(jnp.any(is_from, axis=0), row_R, len(x_RD))
-    return gathered.at[sender_R, row_R].get(mode="fill", fill_value=0)
-
-
-_ragged: Any = jax.custom_vjp(_move, nondiff_argnums=(0, 1))
-_ragged.defvjp(
-    lambda axes, rows, slices, x_RD: (_move(axes, rows, slices, x_RD), (slices, len(x_RD))),
-    lambda axes, rows, residuals, slope: (
-        None,
-        _move(axes, residuals[1], residuals[0].reversed(), slope),
-    ),
 )

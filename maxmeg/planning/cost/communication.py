@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from maxmeg.config.mixers import ExpertExchange
 from maxmeg.parallel.mesh import AXES
 from maxmeg.planning.cost import context, experts
 from maxmeg.planning.cost.backward import split_once
@@ -30,7 +29,7 @@ GATHER, SCATTER, REDUCE, PERMUTE = (
     "collective-permute",
 )
 INSIDE, BETWEEN = ", inside nodes", ", between nodes"  # of an exchange by nodes
-EXCHANGES = ALL_TO_ALL, RAGGED = "all-to-all", "ragged-all-to-all"
+ALL_TO_ALL = "all-to-all"
 PARAMETERS_FORWARD = "parameters of layers, forward"
 PARAMETERS_BACKWARD = "parameters of layers, backward"
 FIRST_FORWARD = "first parameters of a layer, forward"
@@ -84,9 +83,11 @@ def _timed(entry: Traffic, work: Workload, cluster: Cluster) -> Traffic:
         n, adapters = nodes, 1
     share = {REDUCE: 2 * (n - 1) / n, PERMUTE: 1.0}.get(entry.kind, (n - 1) / n)
     volume = int(entry.volume * share)
-    one_adapter = entry.kind in (PERMUTE, *EXCHANGES)
+    one_adapter = entry.kind in (PERMUTE, ALL_TO_ALL)
     rate = cluster.link_rate(nodes, 1 if one_adapter else adapters)
-    leaving = entry.volume * (n - adapters) / n if entry.kind in EXCHANGES and nodes > 1 else volume
+    leaving = (
+        entry.volume * (n - adapters) / n if entry.kind == ALL_TO_ALL and nodes > 1 else volume
+    )
     return dataclasses.replace(entry, volume=volume, seconds=leaving / rate)
 
 
@@ -223,8 +224,7 @@ def _experts(work: Workload) -> Iterator[Traffic]:
         sent = dispatch.node_vectors, dispatch.node_labels
         yield from exchanged(name + BETWEEN, ALL_TO_ALL, *sent, again)
         name, again = name + INSIDE, 1  # what arrives inside a node is not stored
-    kind = RAGGED if dispatch.kind is ExpertExchange.ragged else ALL_TO_ALL
-    yield from exchanged(name, kind, vectors, labels, again)
+    yield from exchanged(name, ALL_TO_ALL, vectors, labels, again)
     counted = forward + (0 if "dispatch_counts" in work.kept else backward)
     if not dispatch.in_blocks:
         yield Traffic(name, "how many copies", GATHER, counted, counted * dispatch.counts, 0.0)

@@ -100,8 +100,6 @@ class Dispatch:
         if self.gathers:
             return self.max_rows
         round_rows = self.buffer * self.tokens * self.top_k
-        if self.kind is ExpertExchange.ragged:
-            return min(math.ceil(round_rows), self.max_rows)
         return min(self.devices * math.ceil(round_rows / self.devices), self.max_rows)
 
     @property
@@ -278,7 +276,7 @@ def working(work: Workload, unit: Unit) -> int:
 
     With further rounds `in_loop_of_rounds`. Without them: Gather: gradients of the products and
     their inputs, 2 e N (widths / t), and 4 e N D for vectors in expert and device order and their
-    gradients. Exchange (ragged: less): 3 e N (widths / t) and 7 e N D. Blocks: 2 e N (widths / t)
+    gradients. Exchange: 3 e N (widths / t) and 7 e N D. Blocks: 2 e N (widths / t)
     and 3 e N D, under full recomputation e N (widths / t + D) more, and in a pipeline float32
     gradients of the expert matrices. By nodes: rows received from nodes, their gradients, and the
     float32 sums of these.
