@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils.epath import backend
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax_checkpoints import restore_latest
@@ -20,7 +21,7 @@ from orbax_checkpoints import restore_latest
 from maxmeg.checkpoint import folders, manager, storage
 from maxmeg.checkpoint.integrity import CorruptCheckpointError
 from maxmeg.checkpoint.manager import Checkpointer
-from maxmeg.checkpoint.places import COMMITTED, sizes_of
+from maxmeg.checkpoint.places import COMMITTED, place_of, sizes_of
 from maxmeg.runtime.object_storage import is_remote
 
 
@@ -317,6 +318,18 @@ def test_a_failed_save_does_not_stop_training(tmp_path, caplog):
     assert checkpointer.save(1, tree, {}) and not checkpointer.wait()
     assert checkpointer.last_error is not None
     assert "STEP 1 WAS NOT SAVED" in caplog.text and "NotADirectoryError" in caplog.text
+
+
+def test_listings_of_a_bucket_are_not_kept(monkeypatch):
+    """etils has a file system of its own, which another thread may have used before."""
+    import s3fs
+
+    files = s3fs.S3FileSystem(skip_instance_cache=True)
+    monkeypatch.setattr(backend.fsspec_backend, "fs", lambda _: files)
+    files.dircache["bucket/run"] = [{"name": "bucket/run/step_00000002"}]
+    place_of("s3://bucket/run")
+    files.dircache["bucket/run"] = []
+    assert not files.dircache
 
 
 def test_a_bucket_is_not_created(s3):
