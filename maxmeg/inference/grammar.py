@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from maxmeg.data.tokenizers.tokenizer import Tokenizer
+from maxmeg.inference.schemas import escapes, prepared
 
 # Between the parts of JSON: a space, or a line break and the next line's indentation. Without a
 # limit, a model may write spaces forever.
@@ -154,16 +155,23 @@ class Grammars:
                 source = LLMatcher.grammar_from_lark(text)
             case _:
                 schema = text if kind == "json_schema" else '{"type": "object"}'
-                try:
-                    json.loads(schema)
-                except ValueError as error:
-                    raise ValueError(f"the JSON schema is not JSON: {error}") from None
-                spaces: typing.Any = {"whitespace_pattern": JSON_SPACE}
-                source = LLMatcher.grammar_from_json_schema(schema, overrides=spaces)
+                source = LLMatcher.grammar_from_json_schema(*_schema(schema))
         if problem := LLMatcher.validate_grammar(source, self._tokenizer):
             problem = " ".join(re.split(r"\n +\d+ \| ", problem)[0].split())  # without the source
             raise ValueError(f"the {kind} cannot be followed: {problem}")
         return Grammar(LLMatcher(self._tokenizer, source, log_level=0), self.vocab_size)
+
+
+def _schema(text: str) -> tuple[str, typing.Any]:
+    """A JSON schema for llguidance, and its options; ValueError for one that is wrong."""
+    try:
+        schema = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"the JSON schema is not JSON: {error}") from None
+    except RecursionError:
+        raise ValueError("the JSON schema is nested too deep") from None
+    options = {"whitespace_pattern": JSON_SPACE, "json_allowed_escapes": escapes(schema)}
+    return json.dumps(prepared(schema)), options
 
 
 class _Words:
