@@ -29,9 +29,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from tiny_servers import make_run, serving
 
 CHAT: typing.Any = [{"role": "user", "content": "?"}]
-LIMIT = 400  # tokens of a reply
+LIMIT, CONTEXT = 400, 4096  # tokens of a reply, and of the model
 # A random model hardly ever ends a text: it prefers what closes one.
-SAMPLING = {"temperature": 2.0, "logit_bias": {str(ord(sign)): 6 for sign in '"}]'}}
+SAMPLING = {"temperature": 2.0, "logit_bias": {str(ord(sign)): 6 for sign in '"}],'}}
 CHECKER = jsonschema.Draft202012Validator.FORMAT_CHECKER
 ROW = "{:<40} {:>7} {:>6} {:>7}  {}"
 
@@ -268,7 +268,7 @@ class Limits(pydantic.BaseModel):
     count: typing.Annotated[int, pydantic.Field(ge=0, le=9)]
     share: typing.Annotated[float, pydantic.Field(gt=0, lt=1)]
     code: typing.Annotated[str, pydantic.Field(pattern="^[A-Z]{2}[0-9]{2}$")]
-    path: typing.Annotated[Path, pydantic.Field(max_length=5)]
+    path: Path
     flags: typing.Annotated[list[bool], pydantic.Field(min_length=1, max_length=3)]
     note: str | None
 
@@ -388,7 +388,10 @@ def main() -> None:
     options = parser.parse_args()
     total = Counter()
     print(ROW.format("schema", "replies", "ended", "invalid", ""))
-    with tempfile.TemporaryDirectory() as folder, serving(make_run(Path(folder))) as server:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        serving(make_run(Path(folder), max_position=CONTEXT)) as server,
+    ):
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
         with concurrent.futures.ThreadPoolExecutor(4) as pool:
 
@@ -396,7 +399,6 @@ def main() -> None:
                 kinds = Counter(each.partition(":")[0] for each in found)
                 total.update(kinds)
                 notes = sorted({each for each in found if each[:5] in ("wrong", "refus")})
-                total["mixed"] += bool(kinds["refused"] and len(kinds) > 1)
                 counts = kinds["ended"] + kinds["cut"], kinds["ended"], kinds["wrong"]
                 print(ROW.format(name, *counts, "; ".join(notes)[:600]), flush=True)
 
@@ -410,7 +412,7 @@ def main() -> None:
                 show(kind.__name__, [each for job in jobs for each in job.result()])
         health = server.ask("/health").status
     print(dict(total))
-    sys.exit(bool(total["wrong"] or total["mixed"] or health != 200))
+    sys.exit(bool(total["wrong"] or health != 200))
 
 
 if __name__ == "__main__":
