@@ -1,9 +1,10 @@
 """Search a corpus by a biencoder: maxmeg retrieve runs/biencoder --corpus=FILE.jsonl --query="..."
 
 The first call embeds the corpus into --index; later ones read it, and refuse it if the model or the
-corpus has changed. FILE.jsonl: {"text": ..., "title": ... (optional)} a line; or the prefix of a
-corpus of sentences (`maxmeg preprocess --split_sentences`). --queries=FILE.jsonl with a query and
-the row or text that answers it a line prints recall; --output=FILE.jsonl writes what is found.
+corpus has changed. FILE.jsonl: {"text": ..., "title": ... (optional)} a line; or a JSON array
+(.json), Parquet, Arrow or a saved dataset of such rows; or the prefix of a corpus of sentences
+(`maxmeg preprocess --split_sentences`). --queries=FILE.jsonl with a query and the row or text that
+answers it a line prints recall; --output=FILE.jsonl writes what is found.
 """
 
 if __name__ == "__main__":  # before the imports: a mistake needs no JAX
@@ -38,7 +39,7 @@ def main(options: Options) -> None:
     set_gpu_environment()
     multihost.use_one_process()
     if not options.corpus:
-        raise ValueError("--corpus is empty: name a .jsonl file, or a prefix of .bin/.idx files")
+        raise ValueError("--corpus is empty: name a file of texts, or a prefix of .bin/.idx files")
     if options.query and options.queries:
         raise ValueError("--query and --queries both name queries: give one of them")
     trained = load_chosen(options, serving_mesh(options.tensor, 1, options.data))

@@ -8,7 +8,7 @@ import typing
 from collections.abc import Iterable
 from pathlib import Path
 
-from maxmeg.runtime.object_storage import as_os_errors, file_system, is_remote
+from maxmeg.runtime.object_storage import as_os_errors, file_system, is_remote, keep_no_listings
 
 ARRAYS = "arrays"
 MANIFEST = "manifest.json"
@@ -19,14 +19,17 @@ _STEP = re.compile(r"step_(\d{8,})")
 def place_of(folder: str | os.PathLike[str]) -> Path:
     """Return a folder's path; of a URL one of etils.epath, which has the same methods.
 
-    ValueError as from `file_system`.
+    ValueError as from `file_system`. All threads share the file system of etils. That of
+    `file_system` is another one for gs://, and with older fsspec, which has one per thread.
     """
     text = os.fspath(folder)
     if not is_remote(text):
         return Path(text).absolute()
     from etils import epath
+    from etils.epath import backend
 
     file_system(text)
+    keep_no_listings(backend.fsspec_backend.fs(text))
     return typing.cast(Path, epath.Path(text))
 
 

@@ -82,9 +82,7 @@ class Evaluate(ModelOptions):
 class Retrieve(ModelOptions):
     """Model, corpus and queries of a search."""
 
-    corpus: str = setting(
-        "", ".jsonl file of texts, or prefix of a .bin/.idx file of sentences; needed"
-    )
+    corpus: str = setting("", "file of texts, or prefix of a .bin/.idx file of sentences; needed")
     index: str = setting("", "folder of the corpus' vectors; empty: RUN_DIR/index")
     data: int = setting(1, "number of replicas of the model that embed", at_least=0)
     pooling: str = setting(

@@ -19,6 +19,8 @@ from maxmeg.config import files
 from maxmeg.config.files import checkpoints_of
 from maxmeg.data import run_folder
 from maxmeg.data.chat.ends import end_tokens
+from maxmeg.data.chat.template import ChatTemplate, NoTemplateError, load_chat_template
+from maxmeg.data.tokenizers.load import load_tokenizer
 from maxmeg.hf.families.read import differences
 from maxmeg.hf.folder import open_checkpoints
 from maxmeg.hf.peft import SETTINGS, Adapter, read_adapter
@@ -44,7 +46,9 @@ def with_adapters(trained: Trained, folders: Mapping[str, str | os.PathLike]) ->
         )
     served = attached(trained, {name: read(trained, folders[name]) for name in folders})
     ends = [token for folder in folders.values() for token in ends_of(trained, folder)]
-    return dataclasses.replace(served, ends=tuple(dict.fromkeys(ends)))
+    templates = {name: template_of(trained, folders[name]) for name in folders}
+    templates = {name: template for name, template in templates.items() if template}
+    return dataclasses.replace(served, ends=tuple(dict.fromkeys(ends)), templates=templates)
 
 
 def named_folders(texts: Sequence[str], model: str = "") -> dict[str, str]:
@@ -107,6 +111,17 @@ def ends_of(trained: Trained, folder: str | os.PathLike) -> tuple[int, ...]:
         return ()
     data = run_folder.read(open_run(Path(folder)).metadata["config"], folder).data
     return end_tokens(trained.tokenizer, data, trained.config.model.vocab_size)
+
+
+def template_of(trained: Trained, folder: str | os.PathLike) -> ChatTemplate | None:
+    """Return the chat template in the folder of an adapter; None if it has none."""
+    try:
+        if Path(folder, SETTINGS).is_file():
+            return load_chat_template(trained.tokenizer, folder=Path(folder))
+        data = run_folder.read(open_run(Path(folder)).metadata["config"], folder).data
+        return load_chat_template(load_tokenizer(data.tokenizer), data.chat_template)
+    except NoTemplateError:
+        return None
 
 
 def attached(trained: Trained, adapters: Mapping[str, Adapter]) -> Trained:

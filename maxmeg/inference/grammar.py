@@ -18,10 +18,15 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from maxmeg.data.tokenizers.tokenizer import Tokenizer
+from maxmeg.inference.schemas import escapes, prepared
 
 # Between the parts of JSON: a space, or a line break and the next line's indentation. Without a
 # limit, a model may write spaces forever.
 JSON_SPACE = r"[ ]?|\n[ ]{0,32}"
+ONE_OF = (  # llguidance's words, with an option that is refused
+    "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with "
+    "anyOf"
+)
 THREADS = max(1, (os.cpu_count() or 1) // 2)  # for masks of grammars that are not slow
 SLOW_SECONDS = 0.0005  # CPU time of a mask, on average of the newest ones; usual ones take 0.0001
 PRIORITY = 10  # of the thread for slow grammars: 0 is that of other threads, 19 the lowest
@@ -154,16 +159,24 @@ class Grammars:
                 source = LLMatcher.grammar_from_lark(text)
             case _:
                 schema = text if kind == "json_schema" else '{"type": "object"}'
-                try:
-                    json.loads(schema)
-                except ValueError as error:
-                    raise ValueError(f"the JSON schema is not JSON: {error}") from None
-                spaces: typing.Any = {"whitespace_pattern": JSON_SPACE}
-                source = LLMatcher.grammar_from_json_schema(schema, overrides=spaces)
+                source = LLMatcher.grammar_from_json_schema(*_schema(schema))
         if problem := LLMatcher.validate_grammar(source, self._tokenizer):
             problem = " ".join(re.split(r"\n +\d+ \| ", problem)[0].split())  # without the source
+            problem = problem.replace(ONE_OF, "oneOf with options that overlap is not supported")
             raise ValueError(f"the {kind} cannot be followed: {problem}")
         return Grammar(LLMatcher(self._tokenizer, source, log_level=0), self.vocab_size)
+
+
+def _schema(text: str) -> tuple[str, typing.Any]:
+    """A JSON schema for llguidance, and its options; ValueError for one that is wrong."""
+    try:
+        schema = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"the JSON schema is not JSON: {error}") from None
+    except RecursionError:
+        raise ValueError("the JSON schema is nested too deep") from None
+    options = {"whitespace_pattern": JSON_SPACE, "json_allowed_escapes": escapes(schema)}
+    return json.dumps(prepared(schema)), options
 
 
 class _Words:

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 import typing
+from collections.abc import Mapping
 
 import jax
 from jax.sharding import Mesh
@@ -22,6 +23,7 @@ from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.schema import Config
 from maxmeg.config.validate import head_problems
 from maxmeg.data import run_folder
+from maxmeg.data.chat.template import ChatTemplate
 from maxmeg.data.samples.aligned import start_token
 from maxmeg.data.tokenizers.load import load_tokenizer
 from maxmeg.data.tokenizers.tokenizer import Tokenizer
@@ -42,8 +44,9 @@ class Trained:
 
     Weights that are in float32 although the compute dtype is another one are cast by every call
     that computes. adapters: names of those beside the model, whose numbers are 1, 2, ...
-    (`inference.adapters`). ends: tokens that end the replies of these adapters. longrope: which
-    length chooses the factors of LongRoPE for generated text.
+    (`inference.adapters`). ends: tokens that end the replies of these adapters. templates: chat
+    templates of adapters that have their own. longrope: which length chooses the factors of
+    LongRoPE for generated text.
     """
 
     model: LM
@@ -54,6 +57,7 @@ class Trained:
     metadata: dict[str, typing.Any] = dataclasses.field(default_factory=dict)  # the checkpoint's
     adapters: tuple[str, ...] = ()
     ends: tuple[int, ...] = ()
+    templates: Mapping[str, ChatTemplate] = dataclasses.field(default_factory=dict)
     longrope: LongRope = LongRope.longest
 
     @property

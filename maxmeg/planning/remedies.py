@@ -4,6 +4,7 @@ import enum
 import itertools
 from collections.abc import Iterator, Mapping
 
+from maxmeg.config.model import DType
 from maxmeg.config.recompute import POLICIES
 from maxmeg.config.schema import Config
 from maxmeg.config.setting import with_fields
@@ -23,9 +24,19 @@ SHOWN = 3
 
 
 def planned_memory(config: Config, count: int) -> dict[str, int] | None:
-    """Bytes per device by purpose, on `count` devices; None if the planner does not support it."""
+    """Bytes per device by purpose, on `count` devices; None if the planner does not support it.
+
+    On CPUs, where XLA computes bfloat16 in float32, with the sizes of float32, beside the weights
+    that it converts.
+    """
+    dtype = config.model.dtype
     try:
-        return device_memory(workload(config, count))
+        memory = device_memory(workload(config, count))
+        if target_device().is_cuda or dtype is DType.float32:
+            return memory
+        wide = with_fields(config, {"model.dtype": DType.float32})
+        converted = memory.get("frozen", 0) + memory["compute weights"]
+        return device_memory(workload(wide, count)) | {f"{dtype.name} weights": converted}
     except ValueError:
         return None
 

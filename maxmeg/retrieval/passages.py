@@ -1,9 +1,12 @@
-"""The texts of a corpus that an index is built of: rows of JSON lines, or blocks of sentences."""
+"""The texts of a corpus that an index is built of: rows of files, or blocks of sentences."""
 
 import hashlib
+import json
+import tempfile
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
@@ -11,7 +14,15 @@ from maxmeg.config.data import DataConfig
 from maxmeg.data.corpus.indexed import IndexedDataset
 from maxmeg.data.corpus.vocabulary import check_vocabularies
 from maxmeg.data.labelled.files import BadRow, titled
-from maxmeg.data.prepare.documents import parse_json, read_records
+from maxmeg.data.prepare.documents import (
+    LINES,
+    TEXT,
+    find_inputs,
+    kind_of,
+    packing,
+    parse_json,
+    read_records,
+)
 from maxmeg.data.retrieval.ict import Blocks
 from maxmeg.data.retrieval.rows import TextEncoder
 from maxmeg.data.tokenizers.tokenizer import Tokenizer
@@ -31,34 +42,36 @@ class Passages(Protocol):
     def text(self, row: int) -> str: ...
 
 
-class JsonPassages:
-    """One text a line: {"text": ..., "title": ... (optional)}. Lines are read when they are needed;
-    blank ones are left out. ValueError for a file without texts and for bad lines."""
+class RowPassages:
+    """One text a row: {"text": ..., "title": ... (optional)}, of the files that `preprocess` reads.
+
+    Rows are read when they are needed: of one file of JSON lines there, of others in a temporary
+    copy. Blank lines are left out. ValueError for a corpus without texts and for bad rows.
+    """
 
     def __init__(self, path: str, config: DataConfig, tokenizer: Tokenizer) -> None:
         self._path, self._tokenizer, self._room = path, tokenizer, config.text_tokens
-        self._encoder, self._digest = TextEncoder.of(tokenizer), hashlib.blake2b(digest_size=16)
+        self._encoder, digest = TextEncoder.of(tokenizer), hashlib.blake2b(digest_size=16)
+        self._file = as_json_lines(path)
+        weakref.finalize(self, self._file.close)
         starts, at = [], 0
-        with open(path, "rb") as file:
-            for line in file:
-                self._digest.update(line)
-                starts += [at] * bool(line.strip())
-                at += len(line)
+        for line in self._file:
+            digest.update(line)
+            starts += [at] * bool(line.strip())
+            at += len(line)
         if not starts:
-            raise ValueError(f"{path} holds no text: it must have one JSON object a line")
+            raise ValueError(f"{path} holds no text: it must have an object with a text a row")
         self._starts = np.array(starts, np.int64)
-        self.hash = f"{self._digest.hexdigest()}-{self._room}"
+        self.hash = f"{digest.hexdigest()}-{self._room}"
 
     def __len__(self) -> int:
         return len(self._starts)
 
     def parts(self, row: int) -> tuple[str, str]:
         """(title or "", text)."""
-        with open(self._path, "rb") as file:
-            file.seek(int(self._starts[row]))
-            line = file.readline()
+        self._file.seek(int(self._starts[row]))
         try:
-            return titled(parse_json(line), "the row")
+            return titled(parse_json(self._file.readline()), "the row")
         except (BadRow, ValueError) as error:
             raise ValueError(f"{self._path}, text {row + 1}: {error}") from None
 
@@ -101,17 +114,36 @@ class BlockPassages:
 
 
 def open_passages(path: str, config: DataConfig, tokenizer: Tokenizer) -> Passages:
-    """The texts of a .jsonl file, or of a corpus of sentences by its prefix. ValueError for others,
-    and as from their classes."""
-    if Path(path).suffix in (".jsonl", ".json"):
-        if not Path(path).is_file():
-            raise ValueError(f"the corpus {path} does not exist")
-        return JsonPassages(path, config, tokenizer)
-    if not Path(f"{path}.idx").is_file():
+    """The texts of the rows of files, or of a corpus of sentences by its prefix. ValueError for
+    others, and as from their classes."""
+    kind = BlockPassages if Path(f"{path}.idx").is_file() else RowPassages
+    return kind(path, config, tokenizer)
+
+
+def as_json_lines(path: str) -> BinaryIO:
+    """Open the rows of files as JSON lines: the one file of such lines, or a temporary copy."""
+    paths = find_inputs([path])
+    kinds = [kind_of(each) for each in paths]
+    if TEXT in kinds:
         raise ValueError(
-            f"the corpus {path} is neither a .jsonl file nor the prefix of .bin/.idx files"
+            f"the corpus {paths[kinds.index(TEXT)]} is neither a file of rows (.jsonl, .json, "
+            ".parquet, .arrow, a saved dataset) nor the prefix of .bin/.idx files"
         )
-    return BlockPassages(path, config, tokenizer)
+    if kinds == [LINES] and Path(path).is_file() and not packing(path):
+        return open(path, "rb")
+    file = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the passages)
+    try:
+        for record in read_records(paths):
+            try:
+                value = record.value()
+            except ValueError as error:
+                raise ValueError(f"{record.place}: {error}") from None
+            file.write(json.dumps(value, default=str).encode() + b"\n")
+        file.seek(0)
+    except BaseException:
+        file.close()
+        raise
+    return file
 
 
 def hash_of_files(paths: list[str]) -> str:

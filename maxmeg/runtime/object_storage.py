@@ -33,8 +33,7 @@ def key_value_store(url: str) -> dict[str, Any] | str:
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """Return fsspec's file system of a folder, and the folder's path in it. It keeps no listings:
-    TensorStore and other processes write to these folders, too.
+    """Return fsspec's file system of a folder, and the folder's path in it. It keeps no listings.
 
     ValueError for another scheme than gs:// and s3://, and for a library that is not installed.
     """
@@ -45,11 +44,18 @@ def file_system(url: str) -> tuple[Any, str]:
         import fsspec
 
         files, path = fsspec.core.url_to_fs(url)
-        files.dircache.use_listings_cache = False
+        keep_no_listings(files)
         return files, path
     except ImportError as error:
         package = "'maxmeg[s3]'" if library == "s3fs" else library
         raise ValueError(f"{url} needs {library}: pip install {package}") from error
+
+
+def keep_no_listings(files: Any) -> None:
+    """Let a file system of fsspec ask the store for every listing: TensorStore, other threads and
+    other processes write to the same folders."""
+    files.dircache.use_listings_cache = False
+    files.dircache.clear()
 
 
 @contextlib.contextmanager

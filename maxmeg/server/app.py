@@ -64,7 +64,7 @@ class Api:
             limit = limits[0] if limits else max(room, 1)
             ticket = await self.ticket(http, body, [prompt], sampling, limit, False)
             await self.worker.submit(ticket)
-        form = self.served.form if body.may_call else None
+        form = self.served.form(body.model) if body.may_call else None
         is_single = body.parallel_tool_calls is False
 
         def choice(number: int) -> Choice:

@@ -24,6 +24,12 @@ def _as_biases(biases: dict[str, float]) -> dict[str, float]:
     return biases
 
 
+def _of_object(parameters: dict[str, Any]) -> dict[str, Any]:
+    if (kind := parameters.get("type", "object")) != "object":
+        raise ValueError(f"the type of a function's parameters is 'object', not {kind!r}")
+    return parameters
+
+
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -130,7 +136,7 @@ class Message(Body):
 class Function(Body):
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Annotated[dict[str, Any], AfterValidator(_of_object)] | None = None
     strict: bool | None = None
 
 

@@ -2,13 +2,28 @@
 
 import dataclasses
 import json
+import sys
 import typing
 from collections.abc import Sequence
 
-DECODER = json.JSONDecoder()
+from maxmeg.inference.schemas import escapes, prepared
+
+LARGEST = sys.float_info.max
 BETWEEN = " \n;"  # calls that need no opening
 STRICT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 Schemas = list[tuple[str, dict]]  # names of functions, and the schemas of their parameters
+
+
+def _number(text: str) -> float:
+    """A number that JSON can write again: 1e999 becomes the largest one."""
+    return max(-LARGEST, min(LARGEST, float(text)))
+
+
+def _refused(text: str) -> typing.NoReturn:
+    raise ValueError(f"{text} is not JSON")
+
+
+DECODER = json.JSONDecoder(parse_float=_number, parse_constant=_refused)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +96,8 @@ class ToolForm:
         rules = []
         for i, (name, parameters) in enumerate(functions):
             opening = f'{before}{{"name": {json.dumps(name)}, "{self.arguments}": '
-            schema = {"type": "object"} | parameters | {"x-guidance": STRICT}
+            schema = {"type": "object"} | prepared(parameters)
+            schema["x-guidance"] = STRICT | {"json_allowed_escapes": escapes(parameters)}
             rules += [f"call{i}: {json.dumps(opening)} arguments{i} {json.dumps('}' + after)}"]
             rules += [f"arguments{i}: %json {json.dumps(schema)}"]
         more = "" if is_single else f" ({json.dumps(between)} call)*"

@@ -4,11 +4,17 @@ import asyncio
 import concurrent.futures
 import dataclasses
 import json
+import logging
 from collections.abc import Sequence
 
 from maxmeg.config.options import Serve
 from maxmeg.data.chat.conversation import normalized
-from maxmeg.data.chat.template import MOST_IDLE, load_chat_template
+from maxmeg.data.chat.template import (
+    MOST_IDLE,
+    ChatTemplate,
+    NoTemplateError,
+    load_chat_template,
+)
 from maxmeg.inference.engine import Engine
 from maxmeg.inference.grammar import Grammar
 from maxmeg.server.errors import ApiError
@@ -16,6 +22,7 @@ from maxmeg.server.fields import Chat, Generation, Message, SchemaFormat
 from maxmeg.server.served import Served, several
 from maxmeg.server.tools import ToolForm, schemas, tool_form
 
+logger = logging.getLogger("maxmeg")
 GRAMMARS = 64  # that are kept
 SET = {"messages", "tools", "add_generation_prompt"}  # variables of a template, by the server
 NO_VARIABLES = {"chat_template", "tokenize", "continue_final_message"}  # options of transformers
@@ -30,13 +37,26 @@ class ServedWriter(Served):
         self._known: dict[tuple[str, str], Grammar] = {}
         self._compiler = concurrent.futures.ThreadPoolExecutor(2)
         self._renderer = concurrent.futures.ThreadPoolExecutor(MOST_IDLE)
-        self.template, self._no_template = None, ""
+        templates = {**engine.trained.templates}
         try:
-            self.template = load_chat_template(self.tokenizer, self.data.chat_template)
+            templates[name] = load_chat_template(self.tokenizer, self.data.chat_template)
+            self.template_text = templates[name].text
+        except NoTemplateError:
+            pass
         except ValueError as error:
-            self._no_template = str(error)
-        self.template_text = self.template.text if self.template else None
-        self.form = tool_form(self.template.text) if self.template else None
+            logger.warning(f"{name} answers no chats: {error}")
+        self._templates = {  # clients read their errors: without a path of this machine
+            each: dataclasses.replace(template, source="the chat template")
+            for each, template in templates.items()
+        }
+
+    def template(self, name: str | None) -> ChatTemplate | None:
+        """The chat template of the model or of an adapter."""
+        return self._templates.get(name or self.name) or self._templates.get(self.name)
+
+    def form(self, name: str | None) -> ToolForm | None:
+        template = self.template(name)
+        return tool_form(template.text) if template else None
 
     def prompts(self, prompt: str | Sequence) -> list[list[int]]:
         """The token ids of each prompt."""
@@ -44,22 +64,24 @@ class ServedWriter(Served):
 
     async def chat(self, body: Chat) -> list[int]:
         """The tokens of a chat with the opening of the next answer."""
-        if self.template is None:
-            raise ApiError(400, f"{self._no_template}; /v1/completions continues text")
-        if body.tools and not self.form:
+        template = self.template(body.model)
+        if template is None:
+            model = body.model or self.name
+            raise ApiError(400, f"{model} has no chat template: /v1/completions continues text")
+        if body.tools and not self.form(body.model):
             raise ApiError(400, "the chat template has no tool calls of a known form", "tools")
         self.check_messages(body.messages)
         messages, tools = normalized(
             [message.model_dump(exclude_none=True) for message in body.messages],
             [tool.model_dump(exclude_none=True) for tool in body.tools or ()],
         )
-        reserved = SET | NO_VARIABLES | self.template.tokens.keys()
+        reserved = SET | NO_VARIABLES | template.tokens.keys()
         reserved |= {"reasoning_effort"} if body.reasoning_effort else set()
         if refused := sorted(reserved & (body.chat_template_kwargs or {}).keys()):
             text = f"chat_template_kwargs cannot set {', '.join(refused)}: leave it out"
             raise ApiError(400, text, "chat_template_kwargs")
         variables, loop = body.variables() | {"tools": tools}, asyncio.get_running_loop()
-        render = self.template.render
+        render = template.render
         (text,) = await loop.run_in_executor(self._renderer, render, [messages], [variables])
         self.check_length(text)
         tokenizer = self.tokenizer
@@ -80,7 +102,7 @@ class ServedWriter(Served):
         """The grammar that a request asks for in one of several ways, and its kind and text."""
         fields = ("regex", "regex", body.regex), ("grammar", "lark", body.grammar)
         found = [(name, kind, text) for name, kind, text in fields if text is not None]
-        found += chat_grammars(body, self.form) if isinstance(body, Chat) else []
+        found += chat_grammars(body, self.form(body.model)) if isinstance(body, Chat) else []
         if len(found) > 1:
             fields = "regex, grammar, response_format and a required tool"
             raise ApiError(400, f"give one of {fields}")
@@ -128,4 +150,8 @@ def chat_grammars(body: Chat, form: ToolForm | None) -> list[tuple[str, str, str
         raise ApiError(400, "tool_choice needs tools", "tool_choice")
     only = "" if isinstance(choice, str) else choice.function.name
     is_single = bool(only) or body.parallel_tool_calls is False
-    return [*found, ("tools", "lark", form.grammar(schemas(body.tools, only), is_single))]
+    functions = schemas(body.tools, only)
+    try:
+        return [*found, ("tools", "lark", form.grammar(functions, is_single))]
+    except ValueError as error:
+        raise ApiError(400, f"tools: {error}", "tools") from None

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils.epath import backend
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax_checkpoints import restore_latest
@@ -20,7 +21,7 @@ from orbax_checkpoints import restore_latest
 from maxmeg.checkpoint import folders, manager, storage
 from maxmeg.checkpoint.integrity import CorruptCheckpointError
 from maxmeg.checkpoint.manager import Checkpointer
-from maxmeg.checkpoint.places import COMMITTED, sizes_of
+from maxmeg.checkpoint.places import COMMITTED, place_of, sizes_of
 from maxmeg.runtime.object_storage import is_remote
 
 
@@ -162,13 +163,6 @@ def test_a_step_is_saved_again(folder):
     assert checkpointer.manifest(3).metadata == {"value": 2.0}
 
 
-def test_an_empty_folder_has_no_checkpoints(folder):
-    checkpointer = Checkpointer(folder)
-    assert checkpointer.steps() == []
-    assert restore_latest(checkpointer, {"w": jnp.ones(2)}) is None
-    assert not folder.exists()
-
-
 def test_damage_is_named_and_an_older_step_is_used(two_steps, caplog):
     checkpointer, trees = two_steps
     (bad,) = [p for p in files_of(checkpointer, 2) if "model.half/c/0/0" in str(p)]
@@ -190,19 +184,14 @@ def test_damage_is_named_and_an_older_step_is_used(two_steps, caplog):
         restore_latest(checkpointer, abstract(trees[2]))
 
 
-def test_missing_file_is_damage(two_steps):
-    checkpointer, trees = two_steps
-    (bad,) = [p for p in files_of(checkpointer, 2) if "model.zeros/c/0/0" in str(p)]
-    bad.unlink()
-    with pytest.raises(CorruptCheckpointError, match="tensor model/zeros is missing"):
-        checkpointer.restore(2, abstract(trees[2]))
-
-
-def test_appended_bytes_are_damage(two_steps):
+def test_longer_and_missing_files_are_damage(two_steps):
     checkpointer, trees = two_steps
     (bad,) = [p for p in files_of(checkpointer, 2) if "model.zeros/c/0/0" in str(p)]
     bad.write_bytes(bad.read_bytes() + b"x")
     with pytest.raises(CorruptCheckpointError, match=r"tensor model/zeros has 37 bytes, not 36"):
+        checkpointer.restore(2, abstract(trees[2]))
+    bad.unlink()
+    with pytest.raises(CorruptCheckpointError, match="tensor model/zeros is missing"):
         checkpointer.restore(2, abstract(trees[2]))
 
 
@@ -310,13 +299,16 @@ def test_resizes_padding_with_zeros(folder):
     np.testing.assert_array_equal(restore(10), values[:10])
 
 
-def test_a_failed_save_does_not_stop_training(tmp_path, caplog):
-    tree = {"w": jnp.arange(8.0)}
-    (tmp_path / "file").write_text("")
-    checkpointer = Checkpointer(tmp_path / "file" / "run")
-    assert checkpointer.save(1, tree, {}) and not checkpointer.wait()
-    assert checkpointer.last_error is not None
-    assert "STEP 1 WAS NOT SAVED" in caplog.text and "NotADirectoryError" in caplog.text
+def test_listings_of_a_bucket_are_not_kept(monkeypatch):
+    """etils has a file system of its own, which another thread may have used before."""
+    import s3fs
+
+    files = s3fs.S3FileSystem(skip_instance_cache=True)
+    monkeypatch.setattr(backend.fsspec_backend, "fs", lambda _: files)
+    files.dircache["bucket/run"] = [{"name": "bucket/run/step_00000002"}]
+    place_of("s3://bucket/run")
+    files.dircache["bucket/run"] = []
+    assert not files.dircache
 
 
 def test_a_bucket_is_not_created(s3):
@@ -363,7 +355,8 @@ def test_a_failure_in_the_background(folder, caplog, monkeypatch):
 
         patch.setattr(folders, "write_manifest", full)
         assert checkpointer.save(2, tree, {}) and not checkpointer.wait()
-    assert "No space left" in str(checkpointer.last_error) and "is step 1" in caplog.text
+    assert "No space left" in str(checkpointer.last_error)
+    assert "STEP 2 WAS NOT SAVED" in caplog.text and "is step 1" in caplog.text
     assert names(folder) == ["step_00000001"]
     assert checkpointer.save(3, tree, {}) and checkpointer.wait()
     assert checkpointer.steps() == [3]

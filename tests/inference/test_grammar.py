@@ -33,6 +33,20 @@ SCHEMAS = [
 ]
 
 
+TEXTS = [  # and whether they may be written
+    ({"format": "date"}, '"2000-02-29"', True),
+    ({"format": "date"}, '"1900-02-29"', False),
+    ({"format": "date"}, '"0000-01-01"', False),
+    ({"format": "date-time", "pattern": "^2"}, '"2024-02-29T23:59:59.5+01:00"', True),
+    ({"format": "date-time", "pattern": "^2"}, '"2024-02-29T23:59:60Z"', False),
+    ({"format": "time"}, '"23:59:60Z"', False),
+    ({"format": "file-path"}, '"a/b"', True),
+    ({"properties": {"a": {"type": "null"}}}, '{"\\u0061": 3}', False),
+    ({"const": "\1"}, '"\\u0001"', True),
+    ({"minProperties": 2, "required": ["a"]}, '{"a": 1, "b": 2}', True),
+]
+
+
 def grammars(vocab_size: int) -> Grammars:
     return Grammars(TOKENIZER, vocab_size, (TOKENIZER.eod,))
 
@@ -72,6 +86,13 @@ def test_texts_follow_their_schema(vocab_size):
     for one in SCHEMAS * 8:
         grammar = grammars(vocab_size).compile("json_schema", json.dumps(one))
         jsonschema.validate(json.loads(random_text(grammar, vocab_size, rng)), one)
+
+
+@pytest.mark.parametrize(("schema", "text", "is_valid"), TEXTS)
+def test_schemas_are_followed_to_the_letter(schema, text, is_valid):
+    tokens = [*text.encode(), TOKENIZER.eod]
+    start = grammars(257).compile("json_schema", json.dumps(schema)).start
+    assert (start.validate_tokens(tokens) == len(tokens)) == is_valid
 
 
 @pytest.mark.parametrize(

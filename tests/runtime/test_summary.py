@@ -4,7 +4,6 @@ import types
 
 import pytest
 
-from maxmeg.config.model import DType
 from maxmeg.config.quantization import QuantizationRecipe
 from maxmeg.config.schema import Config, Optimizer
 from maxmeg.config.setting import with_fields
@@ -60,12 +59,8 @@ def test_what_differs_from_the_defaults_is_told():
     share = 2 * 4 * 16 * 16 / (5 * 16 + 2 * 257 * 16 + 2 * (4 * 16 * 16 + 3 * 16 * 24))
     assert words(config)["model"].endswith(f"bfloat16, nvfp4 for {share:.0%} of parameters")
     assert "optimizer (muon, with averages, in host memory), step" in words(config)["memory"]
-    plain = {dtype: words(model_of(SMALL | {"dtype": dtype}))["memory"] for dtype in DType}
-    assert "optimizer, step" in plain[DType.float32] and plain[DType.float32].endswith(
-        " per device"
-    )
-    told = "; more on a CPU, where XLA computes bfloat16 in float32"
-    assert plain[DType.bfloat16].endswith(f" per device{told}")
+    plain = words(model_of(SMALL))["memory"]
+    assert "optimizer, step" in plain and plain.endswith(" per device")
 
 
 @pytest.mark.parametrize("name", ["gpt3-175b", "deepseek-v3"])

@@ -28,6 +28,7 @@ KEY = "a key"
 NAME = "tiny"
 ADAPTERS = "polite", "terse"
 CHAT = [{"role": "user", "content": "Hi 😀"}]
+OWN_TEMPLATE = "{{ messages[0].content }}{{ raise_exception('one alone') if messages[1:] }}"
 TOWNS = {"weather": ("Rome", "Oslo"), "time": ("Bonn", "Graz")}
 PLACES = [create_model("Place", town=(Literal[names], ...)) for names in TOWNS.values()]
 TOOLS = [
@@ -44,9 +45,11 @@ def run(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def adapters(run) -> str:
     """The option that serves ADAPTERS."""
+    (run.parent / "own.jinja").write_text(OWN_TEMPLATE)
     for rank, name in enumerate(ADAPTERS, 1):
         config = files.load(run / "config.yaml")
         config.checkpoint.init_from = str(run)
+        config.data.chat_template = str(run.parent / "own.jinja") if rank > 1 else ""
         write_lora_run(run.parent / name, config, rank=rank, targets=("mixers.*",))
     return "--adapters=" + ",".join(f"{name}={run.parent / name}" for name in ADAPTERS)
 
@@ -172,8 +175,9 @@ def test_a_request_chooses_the_model_or_an_adapter(client, run):
         replies = [client.completions.create(**request, prompt="Hi") for _ in range(2)]
         assert replies[0].choices[0].text == replies[1].choices[0].text
         assert replies[0].model == model.id
-        chat = client.chat.completions.create(**request, messages=CHAT).choices[0]
-        texts |= {replies[0].choices[0].text, chat.message.content}
+        chat = client.chat.completions.create(**request, messages=CHAT)
+        texts |= {replies[0].choices[0].text, chat.choices[0].message.content}
+        assert (chat.usage.prompt_tokens == 7) == (model.id == "terse")  # "Hi 😀" alone
     assert len(texts) == 2 * len(models)
     with pytest.raises(ValueError, match="adapters: tiny is the name of the model"):
         serve.main(Serve(run_dir=str(run), adapters=(f"tiny={run}",)))
@@ -221,7 +225,12 @@ CANCELLED = 'request_success_total{finished_reason="cancelled"}'
 AMBIGUOUS = f"start: {'s ' * 12}\ns: " + " | ".join("s " * n for n in range(2, 20)) + ' | "a"'
 AMBIGUOUS = {"prompt": "a", "grammar": AMBIGUOUS, "max_tokens": 50, "logit_bias": ENDLESS}
 BAD_SCHEMA = {"properties": {"a": {"pattern": "("}}}
-BAD_TOOL = {"type": "function", "function": {"name": "f", "parameters": BAD_SCHEMA}}
+TWICE = {"type": "json_schema", "json_schema": {"schema": {"minProperties": 2}}}
+NO_TOOL = {"type": "function", "function": {"name": "c"}}
+BAD_TOOL, ARRAY, LENIENT = (
+    {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    for parameters in (BAD_SCHEMA, {"type": "array"}, {"x-guidance": {}})
+)
 BAD = [
     ({"prompt": "a", "best_of": 2}, 400, "best_of", "Extra inputs"),
     ({"prompt": "a", "max_tokens": 0}, 400, None, "at least 1"),
@@ -242,6 +251,11 @@ BAD = [
     ({"metadata": {"a": 1}}, 400, "metadata.a", "string"),
     ({"messages": [CHAT[0] | {"reasoning": 1}]}, 400, "messages.0.reasoning", "string"),
     ({"tools": [BAD_TOOL], "tool_choice": "required"}, 400, "tools", "tools: regex parse error"),
+    ({"tools": [LENIENT], "tool_choice": "required"}, 400, "tools", "tools: x-guidance is not"),
+    ({"tools": [BAD_TOOL], "tool_choice": NO_TOOL}, 400, None, "names 'c', and tools has ['f']"),
+    ({"tools": [ARRAY]}, 400, "tools.0.function.parameters", "is 'object', not 'array'"),
+    ({"response_format": TWICE}, 400, "response_format", "a reply could write one name twice"),
+    ({"model": "terse", "messages": CHAT * 2}, 400, None, "the chat template cannot render"),
     ({"prompt": "a", "stream_options": {}}, 400, "stream_options", "stream=true"),
     (b"{", 400, None, "JSON"),
     (b"[" * 50_000, 400, None, "pars"),
@@ -250,13 +264,14 @@ BAD = [
 
 
 @pytest.mark.parametrize(("body", "status", "field", "text"), BAD)
-def test_a_bad_request_is_answered_and_changes_nothing(server, body, status, field, text):
+def test_a_bad_request_is_answered_and_changes_nothing(server, run, body, status, field, text):
     is_chat = isinstance(body, dict) and "prompt" not in body
     body = {"messages": CHAT} | body if is_chat else body
     answer = server.ask("/v1/chat/completions" if is_chat else "/v1/completions", body)
     error = answer.json["error"]
     message = error["message"]
-    assert answer.status == status and text in message and not re.search("\n|%json", message)
+    assert answer.status == status and text in message
+    assert not re.search(f"\n|%json|{run.parent}", message)
     assert (error["param"] or "").startswith(field or "")
     assert {*error} == {"message", "type", "param", "code"} and answer.headers["x-request-id"]
     assert server.ask("/health").status == 200

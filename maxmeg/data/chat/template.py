@@ -37,6 +37,10 @@ Messages = Sequence[Mapping[str, typing.Any]]
 _idle: "list[Renderer]" = []
 
 
+class NoTemplateError(ValueError):
+    """A tokenizer or a folder has no chat template."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ChatTemplate:
     """A Jinja template: its text, its source (for errors), and the special tokens it may use."""
@@ -177,20 +181,24 @@ def run_child(request: dict, source: str) -> dict[str, typing.Any]:
     return answer
 
 
-def load_chat_template(tokenizer: Tokenizer, path: str = "") -> ChatTemplate:
-    """The chat template in the file `path`, or, without a path, the tokenizer's own.
+def load_chat_template(
+    tokenizer: Tokenizer, path: str = "", folder: Path | None = None
+) -> ChatTemplate:
+    """The chat template in the file `path`, or, without a path, that of a folder: in
+    chat_template.jinja, or "chat_template" in tokenizer_config.json.
 
-    A tokenizer's own template is in the folder of its tokenizer.json: chat_template.jinja, or
-    "chat_template" in tokenizer_config.json. ValueError where there is none.
+    folder: by default that of the tokenizer's tokenizer.json. NoTemplateError where there is none.
     """
-    folder = hugging_face_folder(tokenizer)
-    config = json_object(folder / "tokenizer_config.json") if folder else {}
+    folders = [each for each in (hugging_face_folder(tokenizer), folder) if each]
+    configs = [json_object(each / "tokenizer_config.json") for each in folders]
+    folder, config = (folders[-1], configs[-1]) if folders else (None, {})
     text, source = _read_template(path) if path else _own_template(tokenizer, folder, config)
     if not isinstance(text, str) or len(text) > MAX_TEMPLATE:
         raise ValueError(f"{source}: a chat template is text of at most {MAX_TEMPLATE} characters")
     roles = parse_spec(tokenizer.spec).roles  # named by the options of the tokenizer's spec
     named = {f"{'eos' if role == 'eod' else role}_token": name for role, name in roles.items()}
-    return ChatTemplate(text, source, special_tokens(config) | named)
+    tokens = [special_tokens(each) for each in configs]
+    return ChatTemplate(text, source, {k: v for each in [*tokens, named] for k, v in each.items()})
 
 
 def has_chat_template(tokenizer: Tokenizer, path: str = "") -> bool:
@@ -213,7 +221,7 @@ def _own_template(
     tokenizer: Tokenizer, folder: Path | None, config: Mapping[str, typing.Any]
 ) -> tuple[typing.Any, str]:
     if folder is None:
-        raise ValueError(
+        raise NoTemplateError(
             f"tokenizer {tokenizer.spec!r} has no chat template: a chat needs a model whose "
             "tokenizer is huggingface:FOLDER/tokenizer.json (maxmeg generate continues text)"
         )
@@ -222,7 +230,7 @@ def _own_template(
         return path.read_text("utf-8"), str(path)
     text, source = config.get("chat_template"), str(folder / "tokenizer_config.json")
     if text is None:
-        raise ValueError(
+        raise NoTemplateError(
             f"{folder} has no chat template, neither chat_template.jinja nor one in "
             "tokenizer_config.json: the model was not made for chats; give a plain prompt, or "
             "train with data.chat_template=FILE"

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 
 from maxmeg.config import files
-from maxmeg.config.model import DType
 from maxmeg.config.schema import Config, Optimizer
 from maxmeg.data import run_folder
 from maxmeg.ops.recipes import recipe_of
@@ -83,15 +82,12 @@ def memory_words(config: Config, state) -> str:
     notes += ["in host memory"] * config.optim.offload
     words += f" ({', '.join(notes)})" if notes else ""
     planned, limit = planned_memory(config, jax.device_count()), memory_limit()
-    dtype, more = config.model.dtype, ""
     if planned:
         needed = sum(planned.values())
         words += f", step ~{memory_size(needed)}"
         if limit:
             words += ", more than the pool" * (needed > limit) + f" of {memory_size(limit)}"
-        if jax.default_backend() == "cpu" and dtype is not DType.float32:
-            more = f"; more on a CPU, where XLA computes {dtype.name} in float32"
-    return f"{words} per device{more}"
+    return f"{words} per device"
 
 
 def mesh_words(config: Config, axes: Mapping[str, int]) -> str:
