@@ -85,10 +85,10 @@ def open_folder(folder: str | os.PathLike[str]) -> Source:
     paths = (path for pattern in SMALL_FILES for path in sorted(folder.glob(pattern)))
     small = tuple(path for path in paths if path.is_file())
     original = read_json(path)
-    config, weights = dequantized(original, weights)
+    config, weights, notes = dequantized(original, weights)
     if config is not original:  # the original describes quantized weights, which the run has not
         small = tuple(path for path in small if path.name != "config.json")
-    return Source(config, weights, small)
+    return Source(config, weights, small, notes=notes)
 
 
 def with_tokenizer(source: Source, path: str | os.PathLike[str]) -> Source:
@@ -167,6 +167,7 @@ def import_model(source: Source, target: str | os.PathLike[str], tokenizer: str 
             for expert, piece in binding.pieces()
         )
         write_run(config, identity, pieces)
+        notes = (*source.notes, *notes)
         if passed:
             names = ", ".join(passed)
             notes += (f"keys of config.json that {family} does not read are passed over: {names}",)
