@@ -107,6 +107,7 @@ def import_model(source: Source, target: str | os.PathLike[str], tokenizer: str 
             for expert, piece in binding.pieces()
         )
         write_run(config, identity, pieces)
+        notes = (*source.notes, *notes)
         if passed:
             names = ", ".join(passed)
             notes += (f"keys of config.json that {family} does not read are passed over: {names}",)

@@ -135,7 +135,8 @@ class FolderReader:
                     parts[at.index] = Part(name, expert, piece, number)
         config = run_config(source.config, model, place)
         tokenizer = load_tokenizer(config.data.tokenizer)
-        for note in (*missing_rows(tokenizer, model.vocab_size), *longrope_notes(model)):
+        notes = *source.notes, *missing_rows(tokenizer, model.vocab_size), *longrope_notes(model)
+        for note in notes:
             log.info("%s: %s", place, note)
         self.tensors = array_paths(model)
         self.digest = digest_of(place, source.config)

@@ -31,10 +31,10 @@ def open_folder(folder: str | os.PathLike[str]) -> Source:
     if not path.is_file():
         raise ValueError(f"{folder} has no config.json, which describes the model: add it")
     small, original = small_files(folder), read_json(path)
-    config, weights = dequantized(original, weights)
+    config, weights, notes = dequantized(original, weights)
     if config is not original:  # the original describes quantized weights, which the run has not
         small = tuple(path for path in small if path.name != "config.json")
-    return Source(config, weights, small)
+    return Source(config, weights, small, notes=notes)
 
 
 def small_files(folder: Path) -> tuple[Path, ...]:

@@ -39,7 +39,6 @@ NAMES = [name for name in MODELS if name not in (*REFUSED, *ALIKE)]  # as Llama,
 # Every other family, and every format about as often.
 LONG = [case for case in zip(NAMES, itertools.cycle(FORMATS), strict=False) if case not in QUICK]
 CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in LONG)]
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 NOT_ROUNDED = r"embed|lm_head|\.(gate|router|eh_proj)$"  # others that blocks divide
 
 
@@ -56,26 +55,6 @@ def write_run(name, folder, changes=()):
         for expert, piece in binding.pieces()
     )
     convert.write_run(config, load_tokenizer(config.data.tokenizer).identity, pieces)
-
-
-def tensors_of(folder) -> dict[str, np.ndarray]:
-    files = SafetensorsFolder(folder)
-    return {name: files.read(name) for name in files.tensors}
-
-
-def as_served(module: str, tensors: dict[str, np.ndarray]) -> np.ndarray:
-    """Take the tensors of a module and return its matrix, float32 [out, in]."""
-    scale = tensors.pop(f"{module}.weight_scale")
-    if scale.dtype == np.float32:
-        return tensors.pop(f"{module}.weight").astype(np.float32) * scale
-    codes = tensors.pop(f"{module}.weight_packed")
-    codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(len(codes), -1)
-    if scale.dtype == np.uint8:
-        scale = np.exp2(scale.astype(np.float32) - 127)
-    else:
-        scale = scale.astype(np.float32) / tensors.pop(f"{module}.weight_global_scale")
-    sign = np.where(codes & 8, np.float32(-1), np.float32(1))
-    return sign * E2M1[codes & 7] * np.repeat(scale, codes.shape[1] // scale.shape[1], axis=1)
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -96,30 +75,34 @@ def test_matrices_are_as_in_training_and_the_rest_as_in_a_plain_export(tmp_path,
         run, tmp_path / "q", DType.float32, 100_000, None, family, False, form
     )
     assert report.loaded_by == f"vllm serve {tmp_path / 'q'}"
-    found, plain = tensors_of(tmp_path / "q"), tensors_of(tmp_path / "plain")
+    stored, served = SafetensorsFolder(tmp_path / "q").tensors, convert.open_folder(tmp_path / "q")
+    plain = SafetensorsFolder(tmp_path / "plain")
+    assert served.weights.tensors.keys() == plain.tensors.keys()
+    assert "are dequantized" in served.notes[0]
     ignored = json.loads((tmp_path / "q" / "config.json").read_text())[QUANTIZATION]["ignore"]
     assert "lm_head" in ignored
     count = 0
     for binding in families.bindings(trained.model, family):
-        module, unrounded = binding.theirs.removesuffix(".weight"), plain.pop(binding.theirs)
-        if f"{module}.weight_scale" in found:
+        module, unrounded = binding.theirs.removesuffix(".weight"), plain.read(binding.theirs)
+        read = served.weights.read(binding.theirs)
+        if f"{module}.weight_scale" in stored:
             count += 1
             assert module not in ignored
             wanted = [np.asarray(rounded(trained.read(place), form)) for place in binding.ours]
-            np.testing.assert_array_equal(as_served(module, found), binding.join(wanted))
+            np.testing.assert_array_equal(read, binding.join(wanted).astype(read.dtype))
             continue
-        np.testing.assert_array_equal(found.pop(binding.theirs), unrounded)
+        np.testing.assert_array_equal(read, unrounded)
         if unrounded.ndim == 2:
             assert module in ignored
             is_whole = all(size % 32 == 0 for size in unrounded.shape)
             assert not is_whole or re.search(NOT_ROUNDED, module), module
-    assert not found and count >= trained.model.num_layers
+    assert count >= trained.model.num_layers
 
 
 def test_layers_in_16_bits_stay_so(tmp_path):
     write_run("llama", tmp_path, {"last_layers_bf16": 1})
     convert.export_model(tmp_path / "run", tmp_path / "q", quantize=Quantize.mxfp4)
-    scales = [name for name in tensors_of(tmp_path / "q") if "scale" in name]
+    scales = [name for name in SafetensorsFolder(tmp_path / "q").tensors if "scale" in name]
     assert {name.split(".")[2] for name in scales} == {"0"}
 
 

@@ -60,8 +60,9 @@ FIXED = {
 }
 
 REMEDIES = {
-    "quantization_config": "weights in safetensors are read in full, in fp8 (e4m3 by blocks) or in "
-    "mxfp4; take the model's files in bfloat16, or make them by its publisher's script",
+    "quantization_config": "weights in safetensors are read in full, in fp8 (e4m3 by blocks), in "
+    "mxfp4 or in formats of compressed-tensors; take the model's files in bfloat16, or make them "
+    "by its publisher's script",
 }
 
 

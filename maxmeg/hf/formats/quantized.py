@@ -1,4 +1,4 @@
-"""Quantized weights, dequantized when a tensor is read: FP8 by blocks, and MXFP4.
+"""Quantized weights, dequantized when a tensor is read: FP8 by blocks, MXFP4, compressed-tensors.
 
 FP8 (DeepSeek V3 and R1, `-FP8` folders of Qwen 3): `X` float8_e4m3fn [..., out, in] times
 `X_scale_inv` [..., ceil(out / rows), ceil(in / columns)], one scale for each block of
@@ -10,6 +10,8 @@ MXFP4 (GPT-OSS): experts with four bits per number and one power of two per 32 n
 [..., out, groups, 16] has two numbers per byte, the first in the low bits; `X_scales` [..., out,
 groups] has the exponents plus 127. They are X [..., in, out], exactly: bfloat16 represents all of
 the products (OCP Microscaling Formats, 1.0).
+
+compressed-tensors: hf/formats/compressed.py.
 """
 
 import typing
@@ -20,15 +22,20 @@ import numpy as np
 
 from maxmeg.checkpoint.stream import TensorInfo
 from maxmeg.hf.families.keys import REMEDIES, refused
+from maxmeg.hf.formats.compressed import (
+    BFLOAT16,
+    BYTES,
+    E4M3,
+    FLOAT_VALUES,
+    FLOATS,
+    POWERS,
+    CompressedWeights,
+)
 
-BFLOAT16, E4M3 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
-POWERS, BYTES = np.dtype(ml_dtypes.float8_e8m0fnu), np.dtype(np.uint8)
-FLOATS = (np.dtype(np.float32), BFLOAT16, np.dtype(np.float16))
 QUANTIZATION = "quantization_config"
 Config = Mapping[str, typing.Any]
 
 SCALE = "_scale_inv"
-E4M3_VALUES = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32)  # of each byte
 NOT_A_NUMBER = 0x7F  # the bits of NaN in E4M3, apart from the sign
 MAX_SCALE = float(ml_dtypes.finfo(BFLOAT16).max) / float(ml_dtypes.finfo(E4M3).max)
 SETTINGS: Mapping[str, tuple[tuple[typing.Any, ...], str]] = {
@@ -41,27 +48,28 @@ SETTINGS: Mapping[str, tuple[tuple[typing.Any, ...], str]] = {
 BLOCKS, SCALES, GROUP = "_blocks", "_scales", 32
 EXPONENT_BIAS = 127
 MAX_EXPONENT = 252  # with a larger one, 6.0 overflows bfloat16
-POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-MXFP4_VALUES = np.array([*POSITIVE, *(-value for value in POSITIVE)], np.float32)
 
 
-def dequantized(config: Config, weights: typing.Any) -> tuple[Config, typing.Any]:
-    """Return config.json without quantization, and weights that are dequantized when read.
+def dequantized(config: Config, weights: typing.Any) -> tuple[Config, typing.Any, tuple[str, ...]]:
+    """Return config.json without quantization, weights that are dequantized when read, and notes.
 
     Both are returned as they are if the model is not quantized. ValueError for another method.
     """
     settings = config.get(QUANTIZATION)
     if settings is None:
-        return config, weights
+        return config, weights, ()
     view = VIEWS.get(str(settings.get("quant_method"))) if isinstance(settings, dict) else None
     if view is None:
         raise refused(QUANTIZATION, settings, REMEDIES[QUANTIZATION])
     rest = {name: value for name, value in config.items() if name != QUANTIZATION}
-    return rest, view(weights, settings)
+    read = view(weights, settings)
+    return rest, read, read.notes
 
 
 class Fp8Weights:
     """Weights with FP8 tensors, which are dequantized when they are read."""
+
+    notes = ("quantized weights (fp8 by blocks) are dequantized to bfloat16",)
 
     def __init__(self, weights: typing.Any, settings: Mapping[str, typing.Any]) -> None:
         self._weights, self._block = weights, block_size(settings)
@@ -116,7 +124,7 @@ def from_fp8(
         part = (..., slice(at * rows, (at + 1) * rows), slice(None))
         if ((numbers[part] & NOT_A_NUMBER) == NOT_A_NUMBER).any():
             raise ValueError(f"{name} has a byte that is NaN in E4M3: download it again")
-        result[part] = E4M3_VALUES.take(numbers[part]) * scales[..., at : at + 1, :]
+        result[part] = FLOAT_VALUES[8].take(numbers[part]) * scales[..., at : at + 1, :]
     return result
 
 
@@ -151,6 +159,8 @@ def _shown(powers: tuple[np.dtype, ...]) -> str:
 
 class Mxfp4Weights:
     """Weights with MXFP4 tensors, which are dequantized when they are read."""
+
+    notes = ("quantized weights (mxfp4) are dequantized to bfloat16",)
 
     def __init__(self, weights: typing.Any, _: Config) -> None:
         self._weights = weights
@@ -187,7 +197,7 @@ def from_mxfp4(name: str, blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
             f"{name}{SCALES} has an exponent above {MAX_EXPONENT}, which overflows "
             "bfloat16; download it again"
         )
-    pairs = np.stack([MXFP4_VALUES[blocks & 15], MXFP4_VALUES[blocks >> 4]], axis=-1)
+    pairs = np.stack([FLOAT_VALUES[4][blocks & 15], FLOAT_VALUES[4][blocks >> 4]], axis=-1)
     pairs = np.ldexp(pairs, scales.astype(np.int32)[..., None, None] - EXPONENT_BIAS)
     return pairs.astype(BFLOAT16).reshape(*scales.shape[:-1], -1).swapaxes(-1, -2)
 
@@ -196,4 +206,5 @@ def from_mxfp4(name: str, blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 VIEWS: Mapping[str, Callable[[typing.Any, Config], typing.Any]] = {
     "mxfp4": Mxfp4Weights,
     "fp8": Fp8Weights,
+    "compressed-tensors": CompressedWeights,
 }

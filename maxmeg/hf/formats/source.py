@@ -26,7 +26,7 @@ class Source:
     """A model to import: its config.json, its weights, and the small files beside them.
 
     texts: {file name: content} of further small files to write. no_tokenizer: why the source has no
-    tokenizer, where it has none.
+    tokenizer, where it has none. notes: what an import should tell about the weights.
     """
 
     config: Mapping[str, Any]
@@ -34,3 +34,4 @@ class Source:
     files: tuple[Path, ...]
     texts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     no_tokenizer: str = "neither tokenizer.json nor tokenizer.model was found"
+    notes: tuple[str, ...] = ()
