@@ -15,11 +15,11 @@ from maxmeg.checkpoint.manager import Checkpointer
 from maxmeg.checkpoint.resume import check_averages, restore
 from maxmeg.config import values
 from maxmeg.config.hints import hub_command
-from maxmeg.config.mixers import RotaryScaling
 from maxmeg.config.model import DType
 from maxmeg.config.model_rules import expert_layout_problems
 from maxmeg.config.options import GenerationOptions, LongRope, ModelOptions
 from maxmeg.config.parallel import ParallelConfig
+from maxmeg.config.positions import RotaryScaling
 from maxmeg.config.schema import Config
 from maxmeg.config.validate import head_problems
 from maxmeg.data import run_folder

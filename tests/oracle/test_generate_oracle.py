@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 from test_families_oracle import CASES, imported, saved
 
 import maxmeg
-from maxmeg.config.mixers import RotaryScaling
+from maxmeg.config.positions import RotaryScaling
 from maxmeg.config.model import DType, ModelConfig
 from maxmeg.config.options import LongRope
 from maxmeg.config.schema import Config
