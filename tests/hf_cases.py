@@ -150,6 +150,16 @@ def similar(hidden: int, heads: int, own_head_dim: int) -> dict[str, tuple[str, 
     muP = {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2}
     return {
         "granite": ("GraniteForCausalLM", {**wide, **muP, "logits_scaling": 3.0}),
+        "granite swa": (
+            "GraniteSWAForCausalLM",
+            {**wide, **muP, **window, "layer_types": ["full_attention", "sliding_attention"]},
+        ),
+        "hyperclova x": (
+            "HyperCLOVAXForCausalLM",
+            {**wide, **muP, "logits_scaling": 3.0, "residual_multiplier": 1.0},
+        ),
+        "opt": ("OPTForCausalLM", {**usual(hidden, heads), "ffn_dim": wide["intermediate_size"]}),
+        "starcoder": ("GPTBigCodeForCausalLM", old(hidden, heads)),
         "glm": ("GlmForCausalLM", {**wide, **own}),
         "glm 4": ("Glm4ForCausalLM", {**wide, **own}),
         "olmo 3": (

@@ -230,6 +230,11 @@ def norm_problems(model: ModelConfig) -> Iterator[str]:
     if model.parallel_norms and model.norm_place in (NormPlace.post, NormPlace.post_residual):
         place = model.norm_place.value
         yield f"model.parallel_norms=true has no effect with norm_place={place}: choose pre"
+    if model.residual_scale != 1 and model.norm_place in (NormPlace.post, NormPlace.sandwich):
+        yield (
+            f"model.residual_scale={model.residual_scale} has no effect with norm_place="
+            f"{model.norm_place.value}, which normalizes what it multiplies: set it to 1"
+        )
 
 
 def bert_problems(model: ModelConfig) -> Iterator[str]:

@@ -104,6 +104,20 @@ BAD = [
         "parallel_norms=true has no effect with norm_place=post",
     ),
     ("model.layers=*(local,mlp)", "attention.window=0 must be at least 1 | local"),
+    (
+        "model.layers=*(local,mlp); model.attention.window=4; model.attention.chunk=4",
+        "window=4 and model.attention.chunk=4 exclude each other",
+    ),
+    (
+        "model.layers=*(local,mlp); model.attention.chunk=4; model.attention.local_kv_heads=3",
+        "num_heads=4 is not divisible by model.attention.local_kv_heads=3: choose it in 1, 2, 4",
+    ),
+    ("model.attention.local_head_dim=8", "local_head_dim=8: no layer | local"),
+    ("model.residual_scale=0.5; model.norm_place=sandwich", "has no effect | set it to 1"),
+    (
+        "model.layers=*(mla,mlp); model.attention.value_norm=true; model.attention.num_heads=4",
+        "value_norm=True does not apply to multi-latent attention (mixer mla): leave it out",
+    ),
     ("model.rotary.local_base=10000.0", "rotary.local_base=10000.0: no layer | local"),
     ("model.conv.bias=true", "model.conv.bias=True: no layer | the mixer conv"),
     ("model.mamba.norm=false", "model.mamba.norm=False: no layer | the mixer mamba"),

@@ -106,6 +106,7 @@ REFUSED = [  # file, what is changed, what the message must name
     ("smollm2-135m", {"architectures": ["LlamaForCausalLM"] * 2}, "architectures"),
     ("smollm2-135m", {"architectures": None, "model_type": "mamba"}, "architectures"),
     ("smollm2-135m", {"model_type": "mistral"}, "model_type='mistral'"),
+    ("smollm2-135m", {"architectures": ["Llama5ForCausalLM"]}, "similar names are Llama"),
     ("smollm2-135m", {"use_magic": 3, "transformers_version": "99.0.1"}, "99.0) has use_magic=3:"),
     ("smollm2-135m", {"kv_lora_rank": 3, "n_head": 4}, "has kv_lora_rank=3, n_head=4: Llama"),
     ("smollm2-135m", {"auto_map": {"AutoModel": "modeling_x.X"}}, "trust_remote_code"),

@@ -19,9 +19,9 @@ from safetensors.numpy import load_file
 from test_families_oracle import CASES, imported, saved
 
 import maxmeg
-from maxmeg.config.positions import RotaryScaling
 from maxmeg.config.model import DType, ModelConfig
 from maxmeg.config.options import LongRope
+from maxmeg.config.positions import RotaryScaling
 from maxmeg.config.schema import Config
 from maxmeg.data.chat.template import ChatTemplate
 from maxmeg.data.tokenizers.load import load_tokenizer

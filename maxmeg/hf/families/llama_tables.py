@@ -2,9 +2,10 @@
 
 import dataclasses
 
-from maxmeg.config.mixers import QkNorm
-from maxmeg.config.model import ModelConfig, NormPlace
+from maxmeg.config.mixers import Activation, QkNorm
+from maxmeg.config.model import ModelConfig, NormPlace, Position
 from maxmeg.hf.families.keys import (
+    MAX_LAYERS,
     Choice,
     Fields,
     Fixed,
@@ -14,6 +15,7 @@ from maxmeg.hf.families.keys import (
     Keys,
     Part,
     ScaledEmbedding,
+    refused,
 )
 from maxmeg.hf.families.mamba import GRANITE_SCALES, Scale
 from maxmeg.hf.families.rotary import ORIGINAL, Rotary, UnscaledLocal
@@ -24,6 +26,8 @@ from maxmeg.hf.families.tables import (
     GATED,
     GATED_MLP,
     GEMMA2,
+    GPT2,
+    GPT2_PARTS,
     HEAD_DIM,
     HEAD_NORMS,
     LAYERNORM,
@@ -45,6 +49,7 @@ from maxmeg.hf.families.tables import (
 )
 from maxmeg.hf.families.windows import (
     PATTERN,
+    UNROTATED,
     AlternatingWindow,
     ListedWindow,
     UnrotatedGlobals,
@@ -73,6 +78,20 @@ class OneNormBlock(Part):
 
     def write(self, model: ModelConfig) -> Json:
         return {self.name: model.parallel_block}
+
+
+SCORES = "attention_multiplier"
+
+
+class AttentionScale(Scale):
+    """The factor of the attention scores; null: 1 / sqrt(head size) (HyperCLOVA X)."""
+
+    def __init__(self) -> None:
+        super().__init__(SCORES, "attention.scale")
+
+    def read(self, keys: Keys, fields: Fields) -> None:
+        if keys.take(self.name) is not None:
+            super().read(keys, fields)
 
 
 GRANITE = Family(
@@ -251,7 +270,138 @@ MINISTRAL = dataclasses.replace(
     model_type="ministral",
     parts=[*MISTRAL.parts[:-2], ListedWindow(), Rotary()],
 )
+HYPERCLOVAX = dataclasses.replace(
+    GRANITE,
+    model_type="hyperclovax",
+    parts=[
+        *[part for part in GRANITE.parts if not isinstance(part, Scale | Rotary)],
+        *[Fixed("use_post_norm", True), Scale("logits_scaling", "logit_scale")],
+        *[Scale("embedding_multiplier", "embedding_scale"), Fixed("residual_multiplier", 1.0)],
+        *[AttentionScale(), Rotary()],
+    ],
+    layers={**LLAMA_LAYER, "attention.post_norm": "post_norm1", "mlp.post_norm": "post_norm2"},
+    constants={**ROOT, "norm_place": NormPlace.sandwich},
+)
+
+
+class LayerBases(Part):
+    """The base of each layer's rotary embedding, 0 for a layer without one (Granite SWA)."""
+
+    name = "layer_rope_theta"
+
+    def read(self, keys: Keys, fields: Fields) -> None:
+        bases, local = keys.take(self.name), fields["local"]
+        if bases is None:
+            return
+        is_list = isinstance(bases, list) and len(bases) == len(local)
+        rotated = {*bases} - {0} if is_list else {None}
+        if len(rotated) > 1 or not all(isinstance(base, int | float) for base in rotated):
+            raise refused(self.name, bases, f"it must be {len(local)} times one number, or 0")
+        if any(is_local and not base for is_local, base in zip(local, bases, strict=True)):
+            raise refused(self.name, bases, "layers with a sliding window must have a base")
+        fields["rotary.base"] = float(next(iter(rotated), fields["rotary.base"]))
+        fields["first"] = [
+            "local" if is_local else "attention" if base else UNROTATED
+            for is_local, base in zip(local, bases, strict=True)
+        ]
+
+    def write(self, model: ModelConfig) -> Json:
+        mixers = [model.mixers(layer) for layer in range(model.num_layers)]
+        return {self.name: [0 if UNROTATED in names else model.rotary.base for names in mixers]}
+
+
+GRANITE_SWA = dataclasses.replace(
+    GRANITE,
+    model_type="granite_swa",
+    parts=sizes(100352, 2560, 24, 20, 4, 8192)
+    + numerics(8192, 1e-5)
+    + [OPTIONAL_HEAD_DIM, SILU, ATTENTION_BIAS, ATTENTION_DROPOUT, tied(True), MLP_BIAS]
+    + [AlternatingWindow(4, default=128, first=True), *GRANITE_SCALES, Rotary(), LayerBases()],
+    constants={**ROOT, "attention.sinks": True},
+    arrays={"attention.sinks": "self_attn.sinks"},
+)
+STARCODER = dataclasses.replace(
+    GPT2,
+    model_type="gpt_bigcode",
+    parts=[
+        Key("vocab_size", "vocab_size", 50257),
+        Key("n_positions", "max_position", 1024),
+        *[part for part in GPT2_PARTS if not isinstance(part, Choice)],
+        Choice("activation_function", "mlp.activation", "gelu_pytorch_tanh", UNGATED),
+        *[tied(True), Fixed("scale_attn_weights", True), Fixed("multi_query", True)],
+        Ignored("num_key_value_heads"),
+    ],
+    constants={**GPT2.constants, "attention.num_kv_heads": 1},
+    outputs_first=True,
+)
+
+
+class OffsetPositions(Part):
+    """The learned positions begin with two rows that no token reads (OPT)."""
+
+    name, offset = "max_position_embeddings", 2
+
+    def read(self, keys: Keys, fields: Fields) -> None:
+        fields["max_position"] = keys.read(self.name, 2048, int) + self.offset
+        fields["bert.position_offset"] = self.offset
+
+    def write(self, model: ModelConfig) -> Json:
+        return {self.name: model.max_position - self.offset}
+
+
+class WordWidth(Part):
+    """word_embed_proj_dim must be hidden_size, as in all models but OPT 350M."""
+
+    name = "word_embed_proj_dim"
+
+    def read(self, keys: Keys, fields: Fields) -> None:
+        width = keys.take(self.name)
+        if width not in (None, fields["hidden_size"]):
+            raise refused(self.name, width, f"it must be hidden_size={fields['hidden_size']}")
+
+    def write(self, model: ModelConfig) -> Json:
+        return {self.name: model.hidden_size}
+
+
+OPT = Family(
+    model_type="opt",
+    parts=[
+        Key("vocab_size", "vocab_size", 50272),
+        Key("hidden_size", "hidden_size", 768),
+        Key("num_hidden_layers", "num_layers", 12, most=MAX_LAYERS),
+        Key("num_attention_heads", "attention.num_heads", 12),
+        Key("ffn_dim", "mlp.ffn_size", 3072),
+        Key("init_std", "init_std", 0.02, zero=True),
+        Key("enable_bias", BIASES, True),
+        Choice("activation_function", "mlp.activation", "relu", {"relu": Activation.relu}),
+        dropout("dropout", "dropout_hidden", "dropout_embedding", default=0.1),
+        *[ATTENTION_DROPOUT, tied(True), OffsetPositions(), WordWidth()],
+        *[Fixed("do_layer_norm_before", True), Fixed("_remove_final_layer_norm", False)],
+        *[Fixed("layerdrop", 0.0), Fixed("layer_norm_elementwise_affine", True)],
+    ],
+    ends={
+        "embedding": "model.decoder.embed_tokens",
+        "positions": "model.decoder.embed_positions",
+        "final_norm": "model.decoder.final_layer_norm",
+        "output": "lm_head",
+    },
+    layer="model.decoder.layers.",
+    layers={
+        **PROJECTIONS,
+        "attention.out": "self_attn.out_proj",
+        "attention.norm": "self_attn_layer_norm",
+        "mlp.norm": "final_layer_norm",
+        "mlp.up": "fc1",
+        "mlp.out": "fc2",
+    },
+    constants={**LAYERNORM, "position": Position.learned},
+    renamed=((r"^decoder\.", "model.decoder."),),
+)
 SIMILAR: dict[str, Family] = {
+    "GPTBigCodeForCausalLM": STARCODER,
+    "OPTForCausalLM": OPT,
+    "HyperCLOVAXForCausalLM": HYPERCLOVAX,
+    "GraniteSWAForCausalLM": GRANITE_SWA,
     "GraniteForCausalLM": GRANITE,
     "GlmForCausalLM": GLM,
     "Glm4ForCausalLM": GLM4,
