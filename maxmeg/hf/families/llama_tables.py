@@ -294,12 +294,13 @@ class LayerBases(Part):
         if bases is None:
             return
         is_list = isinstance(bases, list) and len(bases) == len(local)
-        rotated = {*bases} - {0} if is_list else {None}
-        if len(rotated) > 1 or not all(isinstance(base, int | float) for base in rotated):
+        is_list = is_list and all(isinstance(base, int | float) for base in bases)
+        rotated = {float(base) for base in bases if base} if is_list else set()
+        if not is_list or len(rotated) > 1:
             raise refused(self.name, bases, f"it must be {len(local)} times one number, or 0")
         if any(is_local and not base for is_local, base in zip(local, bases, strict=True)):
             raise refused(self.name, bases, "layers with a sliding window must have a base")
-        fields["rotary.base"] = float(next(iter(rotated), fields["rotary.base"]))
+        fields["rotary.base"] = next(iter(rotated), fields["rotary.base"])
         fields["first"] = [
             "local" if is_local else "attention" if base else UNROTATED
             for is_local, base in zip(local, bases, strict=True)
