@@ -41,7 +41,7 @@ from absent_traffic import traffic
 from maxmeg.config.parallel import GPUS_A_NODE
 from maxmeg.config.validate import axis_sizes
 from maxmeg.planning import hlo
-from maxmeg.planning.cost.communication import EXCHANGES
+from maxmeg.planning.cost.communication import ALL_TO_ALL
 from maxmeg.planning.cost.flops import training_flops
 from maxmeg.planning.hardware import parse_cluster
 
@@ -88,8 +88,8 @@ def span(instruction: hlo.Instruction, kind: str, gpus: int) -> tuple[int, int]:
 def seconds(kind: str, sent: float, members: int, nodes: int) -> float:
     """How long a device sends, by the planner's rates. Between nodes, permutes and exchanges go
     through one adapter per GPU; the part of an exchange that stays in the node costs nothing."""
-    one_adapter = kind == PERMUTE or kind in EXCHANGES
-    if kind in EXCHANGES and nodes > 1:
+    one_adapter = kind in (PERMUTE, ALL_TO_ALL)
+    if kind == ALL_TO_ALL and nodes > 1:
         sent *= (members - members / nodes) / (members - 1)
     return sent / CLUSTER.link_rate(nodes, 1 if one_adapter else members // nodes)
 

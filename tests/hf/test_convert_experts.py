@@ -13,7 +13,7 @@ from tables import thinned
 from maxmeg.checkpoint.stream import StreamReader
 from maxmeg.hf import convert
 from maxmeg.hf.families import read as families
-from maxmeg.hf.formats.quantized import MXFP4_VALUES
+from maxmeg.hf.formats.compressed import FLOAT_VALUES
 
 CASES = sparse() | {
     "deepseek v3, predicting": (
@@ -128,7 +128,7 @@ def test_mxfp4_is_dequantized_exactly(tmp_path):
         codes = rng.integers(0, 16, (count, outward, inward), np.uint8)
         scales = rng.integers(110, 140, (count, outward, inward // 32), np.uint8)
         powers = np.ldexp(np.ones(scales.shape), scales.astype(int) - 127)
-        values = np.float64(MXFP4_VALUES)[codes] * np.repeat(powers, 32, axis=-1)
+        values = np.float64(FLOAT_VALUES[4])[codes] * np.repeat(powers, 32, axis=-1)
         tensors[name] = values.swapaxes(1, 2).astype(ml_dtypes.bfloat16)
         assert (np.float64(tensors[name]) == values.swapaxes(1, 2)).all()
         blocks = codes[..., ::2] | codes[..., 1::2] << 4
