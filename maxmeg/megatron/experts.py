@@ -28,7 +28,6 @@ SCORES = {
 DROPS = {"probs": ExpertDrop.weight, "position": ExpertDrop.position}
 # Arguments of features that maxmeg lacks, and the values that switch them off.
 WITHOUT_EFFECT: dict[str, tuple] = {
-    "moe_apply_probs_on_input": (None, False),
     "moe_latent_size": (None,),
     "moe_router_topk_limited_devices": (None,),
     "moe_router_force_load_balancing": (None, False),
@@ -100,6 +99,7 @@ def expert_fields(arguments: Arguments, refused: list[str]) -> dict[str, typing.
         "moe.bias_balancing": bool(arguments.get("moe_router_enable_expert_bias")),
         "moe.logit_bias": bool(arguments.get("add_bias_linear", True)),
         "moe.sinkhorn": balanced in ("sinkhorn", ["sinkhorn"]),
+        "moe.scale_inputs": bool(arguments.get("moe_apply_probs_on_input")),
         **placement(arguments, refused),
     }
     if kept := arguments.get("moe_router_group_topk"):

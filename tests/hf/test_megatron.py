@@ -97,6 +97,7 @@ ROUTED = [
     ({"moe_layer_freq": [0, 1]}, "layers=*(attention,mlp attention,moe)"),
     ({"moe_router_load_balancing_type": "sinkhorn"}, "moe.sinkhorn=true"),
     ({"moe_router_load_balancing_type": ["aux_loss"]}, "moe.sinkhorn=false"),
+    ({"moe_apply_probs_on_input": True, "moe_router_topk": 1}, "moe.scale_inputs=true"),
     (
         {"moe_expert_capacity_factor": 1.5, "moe_pad_expert_input_to_capacity": True},
         "moe.capacity_factor=1.5; moe.drop_policy=weight; moe.pad_to_capacity=true",
