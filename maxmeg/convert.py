@@ -1,7 +1,7 @@
 """Convert a model: maxmeg convert --input=HF_FOLDER --output=FOLDER
 
 Or --input=FILE.gguf, or a folder of Megatron-LM's torch_dist (needs torch; --config if it names no
-architecture). Back: --to=huggingface --input=RUN_DIR merges adapters, --to=peft writes them alone.
+architecture). Back: --to=huggingface|gguf --input=RUN_DIR merges adapters, --to=peft writes them.
 """
 
 if __name__ == "__main__":  # before the imports: a mistake needs no JAX
@@ -21,7 +21,7 @@ from maxmeg.config.options import Quantize, To
 from maxmeg.config.schema import Config
 from maxmeg.data.chat.template import has_chat_template
 from maxmeg.data.tokenizers.load import load_tokenizer
-from maxmeg.hf import convert, peft
+from maxmeg.hf import convert, gguf_export, peft
 from maxmeg.hf.families.classifier_tables import CLASSIFIERS
 from maxmeg.hf.families.encoder_tables import ENCODERS
 from maxmeg.hf.families.t5_tables import ENCODER_DECODERS
@@ -60,7 +60,7 @@ def main(*arguments: typing.Any) -> None:
         if not base and Path(named).is_dir() and not [*Path(named).glob("*.safetensors")]:
             print("note: peft finds no weights there: name the base model with --base=NAME")
         return
-    report = to_maxmeg(options, config) if inward else to_huggingface(options, step)
+    report = to_maxmeg(options, config) if inward else exported(options, step)
     print(
         f"{report.family}: {report.num_tensors} tensors, {report.num_parameters:,} parameters"
         f" -> {options.output}\ntokenizer: {report.tokenizer}"
@@ -88,17 +88,13 @@ def next_command(folder: str) -> str:
     return f"maxmeg generate {shlex.quote(folder)} --prompt={prompt}"
 
 
-def to_huggingface(options: Options, step: int | None) -> convert.Report:
-    return convert.export_model(
-        options.input,
-        options.output,
-        options.dtype,
-        int(options.shard_gb * 1e9),
-        step,
-        options.family,
-        options.average,
-        options.quantize,
-    )
+def exported(options: Options, step: int | None) -> convert.Report:
+    if options.to is To.gguf:
+        chosen = options.dtype, options.quantize, step, options.average
+        return gguf_export.export_gguf(options.input, options.output, *chosen)
+    shard_bytes = int(options.shard_gb * 1e9)
+    chosen = options.dtype, shard_bytes, step, options.family, options.average, options.quantize
+    return convert.export_model(options.input, options.output, *chosen)
 
 
 def to_maxmeg(options: Options, config: Config | None) -> convert.Report:

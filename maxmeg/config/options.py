@@ -249,6 +249,7 @@ class To(enum.Enum):
     maxmeg = "maxmeg"
     huggingface = "huggingface"
     peft = "peft"
+    gguf = "gguf"
 
 
 class Quantize(enum.Enum):
@@ -256,6 +257,8 @@ class Quantize(enum.Enum):
     int8 = "int8"
     mxfp4 = "mxfp4"
     nvfp4 = "nvfp4"
+    q8_0 = "q8_0"
+    q4_0 = "q4_0"
 
 
 @dataclasses.dataclass
@@ -265,28 +268,35 @@ class Convert:
     input: str = setting(
         dataclasses.MISSING, "folder of Hugging Face, Megatron or a run, or a .gguf file"
     )
-    output: str = setting("", "folder to create: a run's, Hugging Face's or PEFT's")
-    to: To = setting(To.maxmeg, "maxmeg | huggingface | peft")
+    output: str = setting(
+        "", "folder to create: a run's, Hugging Face's or PEFT's; or a .gguf file"
+    )
+    to: To = setting(To.maxmeg, "maxmeg | huggingface | peft | gguf")
     list: bool = setting(False, "show tensors and arrays, write nothing")
     tokenizer: str = setting(
         "",
         "--to=maxmeg: as data.tokenizer, or a tokenizer.json; empty: the input's",
         needs="to=maxmeg",
     )
-    dtype: DType = setting(DType.bfloat16, "--to=huggingface: of weights", needs="to=huggingface")
+    dtype: DType = setting(
+        DType.bfloat16, "--to=huggingface|gguf: of weights", needs="to=huggingface|gguf"
+    )
     quantize: Quantize = setting(
         Quantize.none,
-        "--to=huggingface: of the layers' matrices: none | int8 | mxfp4 | nvfp4",
-        needs="to=huggingface",
+        "of the layers' matrices; --to=huggingface: none | int8 | mxfp4 | nvfp4; --to=gguf: none | "
+        "q8_0 | q4_0",
+        needs="to=huggingface|gguf",
     )
     step: int = setting(
         -1,
         "step of the checkpoint to export; -1: the newest",
         at_least=-1,
-        needs="to=huggingface|peft",
+        needs="to=huggingface|peft|gguf",
     )
     average: bool = setting(
-        False, "--to=huggingface: export the EMA weights (optim.ema)", needs="to=huggingface"
+        False,
+        "--to=huggingface|gguf: export the EMA weights (optim.ema)",
+        needs="to=huggingface|gguf",
     )
     shard_gb: float = setting(
         5.0, "--to=huggingface: largest file, in 10^9 bytes", above=0, needs="to=huggingface"

@@ -114,6 +114,8 @@ class QuantizedWeights:
         family: str,
         read: Callable[[Place], np.ndarray],
     ) -> None:
+        if how not in FORMATS:
+            raise ValueError(f"--quantize={how.value} needs --to=gguf")
         self._format = FORMATS[how]
         if not table_of(family).outputs_first:
             raise ValueError(

@@ -1,22 +1,26 @@
 """GGUF: metadata become settings, llama.cpp's rearrangements are undone, files are read."""
 
+import json
+
 import numpy as np
 import pytest
-from hf_folders import LLAMA, TIED, random_tensors
+import tokenizers
+from hf_folders import GPT2, LLAMA, TIED, random_tensors, write_config, write_tensors
+from tokenizers import models, pre_tokenizers
 
 from maxmeg import convert as command
 from maxmeg.config.flags import run_command
 from maxmeg.config.mixers import QkNorm
+from maxmeg.config.model import DType
+from maxmeg.config.options import Quantize, To
 from maxmeg.config.positions import RotaryScaling
-from maxmeg.config.setting import get
+from maxmeg.config.setting import get, with_fields
 from maxmeg.data.chat.template import load_chat_template
-from maxmeg.hf import convert
+from maxmeg.hf import convert, gguf_export
 from maxmeg.hf.families import read as families
 from maxmeg.hf.formats import gguf
 from maxmeg.hf.formats.gguf import describe, llama3_factors
 from maxmeg.inference.load import load_run
-
-Q8_ERROR = 1 / 127  # half a step of 1 / 127 of a block's largest value, and its own rounding
 
 
 def metadata(name, **more):
@@ -102,99 +106,90 @@ def test_missing_metadata_are_named():
         describe(fields, 70, True, None)
 
 
-def permuted(array, num_heads):
-    """As llama.cpp's conversion writes queries and keys."""
-    halves = array.reshape(num_heads, 2, -1, *array.shape[1:])
-    return halves.swapaxes(1, 2).reshape(array.shape)
-
-
-OURS = {hf: ggml for ggml, hf in gguf.LAYERS.items()} | {v: k for k, v in gguf.ENDS.items()}
-
-
-def ggml_name(name):
-    module, leaf = name.rsplit(".", 1)
-    if module in OURS:
-        return f"{OURS[module]}.{leaf}"
-    _, _, layer, inner = module.split(".", 3)
-    return f"blk.{layer}.{OURS[inner]}.{leaf}"
-
-
-def write_gguf(path, model, tensors, quantised=False, tokenizer=False):
-    library = pytest.importorskip("gguf")
-    writer = library.GGUFWriter(path, "llama")
+def make_run(folder, model=LLAMA, family="LlamaForCausalLM", tokenizer=True):
+    """Write `run`, and return its tensors by transformers' names."""
+    write_config(folder / "hf", model, family)
+    tensors = random_tensors(model, family, np.float32)
+    write_tensors(folder / "hf", tensors)
     if tokenizer:
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre("smollm")
-        writer.add_token_list(TOKENS)
-        writer.add_token_types([1] * (len(TOKENS) - 1) + [3])
-        writer.add_token_merges(["a b"])
-        writer.add_eos_token_id(len(TOKENS) - 1)
-        writer.add_chat_template("{{ messages[0].content }}<end>")
-    for key, value in metadata("llama").items():
-        if key == "general.architecture":
-            continue
-        add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
-        add(key, value)
-    for name, array in tensors.items():
-        heads = {"q_proj": model.attention.num_heads, "k_proj": model.kv_heads}.get(
-            name.split(".")[-2]
-        )
-        array = permuted(array, heads) if heads else array
-        if quantised and array.ndim == 2:
-            kind = library.GGMLQuantizationType.Q8_0
-            raw = library.quants.quantize(array.astype(np.float32), kind)
-            writer.add_tensor(ggml_name(name), raw, raw_dtype=kind)
-        else:
-            writer.add_tensor(ggml_name(name), array)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+        bpe = models.BPE(vocab={t: i for i, t in enumerate(TOKENS)}, merges=[("a", "b")])
+        made = tokenizers.Tokenizer(bpe)
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        made.add_special_tokens(["<end>"])
+        made.save(str(folder / "hf" / "tokenizer.json"))
+        named = {"eos_token": "<end>", "chat_template": "{{ messages[0].content }}<end>"}
+        (folder / "hf" / "tokenizer_config.json").write_text(json.dumps(named))
+    convert.import_model(convert.open_folder(folder / "hf"), folder / "run")
+    return tensors
 
 
 TOKENS = ["a", "b", "ab", "\u0120", "<end>"]
+QWEN = with_fields(LLAMA, {"attention.bias_qkv": True, "mlp.ffn_size": 64})
+KINDS = [
+    *((LLAMA, "llama", form) for form in gguf_export.TYPES),
+    (TIED, "llama", DType.float32),
+    (QWEN, "qwen2", Quantize.q8_0),
+    (with_fields(LLAMA, {"attention.qk_norm": QkNorm.head}), "qwen3", DType.float32),
+]
 
 
-def test_the_tokenizer_of_the_file_is_kept(tmp_path, capsys):
-    """The printed next step works: text and chats; an export has the tokenizer's files."""
-    tensors = random_tensors(LLAMA, "LlamaForCausalLM", np.float32)
-    write_gguf(tmp_path / "x.gguf", LLAMA, tensors, tokenizer=True)
-    argv = ["convert", f"--input={tmp_path / 'x.gguf'}", f"--output={tmp_path / 'run'}"]
-    run_command(command.main, command.Options, needs_config=False, argv=argv)
+@pytest.mark.parametrize(("model", "name", "form"), KINDS)
+def test_a_file_holds_the_model_that_was_written(tmp_path, model, name, form):
+    library = pytest.importorskip("gguf")
+    tensors = make_run(tmp_path, model, gguf.FAMILIES[name].name)
+    chosen = (DType.bfloat16, form) if form in Quantize else (form,)
+    report = gguf_export.export_gguf(tmp_path / "run", tmp_path / "x.gguf", *chosen)
+    assert (report.family, report.num_tensors) == (name, len(tensors))
+    assert any("float16" in note for note in report.notes) is (form in Quantize and model is LLAMA)
+    source = gguf.open_file(tmp_path / "x.gguf")
+    assert families.differences(families.model_config(source.config), model) == []
+    assert source.weights.tensors.keys() == tensors.keys()
+    for theirs, array in tensors.items():
+        kind = gguf_export.TYPES[form][0] if array.ndim > 1 else "F32"
+        if form is Quantize.q4_0 and ("embed" in theirs or "lm_head" in theirs):
+            kind = "Q8_0"
+        kind = library.GGMLQuantizationType[
+            "F16" if kind[0] == "Q" and array.shape[1] % 32 else kind
+        ]
+        pairs = gguf.to_ggml(theirs, array, name, source.config)
+        wanted = library.quants.dequantize(library.quants.quantize(pairs, kind), kind)
+        permuted = gguf.to_ggml(theirs, source.weights.read(theirs), name, source.config)
+        np.testing.assert_array_equal(permuted, wanted)
+        if kind.name == "F32":
+            assert source.weights.read(theirs).tobytes() == array.tobytes()
+
+
+def test_a_file_keeps_tokenizer_and_chat_template(tmp_path, capsys):
+    """The printed next step works: text and chats."""
+    make_run(tmp_path)
+    for argv in (
+        ["--to=gguf", f"--input={tmp_path / 'run'}", f"--output={tmp_path / 'x.gguf'}"],
+        [f"--input={tmp_path / 'x.gguf'}", f"--output={tmp_path / 'again'}"],
+    ):
+        argv = ["convert", *argv]
+        run_command(command.main, command.Options, needs_config=False, argv=argv)
     said = capsys.readouterr().out
-    assert f"next: maxmeg chat {tmp_path / 'run'}" in said and "note" not in said
-    tokenizer = load_run(str(tmp_path / "run")).tokenizer
+    assert f"next: llama-cli -m {tmp_path / 'x.gguf'}" in said and "note" not in said
+    assert f"next: maxmeg chat {tmp_path / 'again'}" in said
+    tokenizer = load_run(str(tmp_path / "again")).tokenizer
     assert tokenizer.encode("ab a<end>").tolist() == [2, 3, 0, 4] and tokenizer.eod == 4
     (text,) = load_chat_template(tokenizer).render([[{"role": "user", "content": "b"}]])
     assert text == "b<end>"
-    convert.export_model(tmp_path / "run", tmp_path / "hf")
-    names = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
-    assert names <= {path.name for path in (tmp_path / "hf").iterdir()}
 
 
-@pytest.mark.parametrize("model", [LLAMA, TIED], ids=["untied", "tied"])
-def test_a_file_holds_the_same_model_as_a_folder(tmp_path, model):
-    tensors = random_tensors(model, "LlamaForCausalLM", np.float32)
-    write_gguf(tmp_path / "x.gguf", model, tensors)
-    source = gguf.open_file(tmp_path / "x.gguf")
-    assert families.differences(families.model_config(source.config), model) == []
-    assert set(source.weights.tensors) == set(tensors)
-    for name, array in tensors.items():
-        assert source.weights.read(name).tobytes() == array.tobytes(), name
-    report = convert.import_model(source, tmp_path / "run")
-    assert report.num_tensors == len(tensors)
-    assert "there is no tokenizer: the file has no tokenizer.ggml.tokens" in report.notes[0]
-    convert.export_model(tmp_path / "run", tmp_path / "hf")
-
-
-def test_quantised_tensors_are_dequantised(tmp_path):
-    tensors = random_tensors(LLAMA, "LlamaForCausalLM", np.float32)
-    tensors = {name: array for name, array in tensors.items() if array.shape[-1] == 32}
-    write_gguf(tmp_path / "x.gguf", LLAMA, tensors, quantised=True)
-    weights = gguf.open_file(tmp_path / "x.gguf").weights
-    for name, array in tensors.items():
-        error = np.abs(weights.read(name) - array).max()
-        assert error <= Q8_ERROR * np.abs(array).max(), name
+def test_models_and_tokenizers_that_gguf_lacks_are_refused(tmp_path):
+    make_run(tmp_path, tokenizer=False)
+    with pytest.raises(ValueError, match=r"data\.tokenizer=null:70: a GGUF file holds"):
+        gguf_export.export_gguf(tmp_path / "run", tmp_path / "x.gguf")
+    with pytest.raises(ValueError, match=r"name a file that does not exist, ending in \.gguf"):
+        gguf_export.export_gguf(tmp_path / "run", tmp_path / "x")
+    for model in (GPT2, with_fields(LLAMA, {"rotary.fraction": 0.5})):
+        with pytest.raises(ValueError, match=r"GGUF is written for llama, .*; gemma3: "):
+            gguf_export.architecture(model)
+    for to, how in (("gguf", "int8"), ("huggingface", "q8_0")):
+        options = command.Options(str(tmp_path / "run"), "x", To(to), quantize=Quantize(how))
+        with pytest.raises(ValueError, match=f"--quantize={how} needs --to="):
+            command.main(options)
 
 
 def test_damaged_files_are_refused(tmp_path):

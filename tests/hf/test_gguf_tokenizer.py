@@ -16,7 +16,9 @@ from maxmeg.hf.formats.gguf_tokenizer import (
     NORMAL,
     SPLITTINGS,
     UNKNOWN,
+    UNUSED,
     USER_DEFINED,
+    tokenizer_fields,
 )
 
 WORDS = ["hello world", "the cat sat on the mat", "it's 1234 tests", "naïve café", "HTML <b>"] * 9
@@ -80,6 +82,11 @@ def test_byte_level_bpe_encodes_as_its_source(byte_level, tmp_path, pre):
         parts = ["it's 12345 I'LL\n\n"[begin:end] for _, (begin, end) in actual]
         assert parts == PARTS[pre]
     assert json.loads(library.to_str())["model"]["ignore_merges"] == SPLITTINGS[pre].whole_words
+    size, ids = len(byte_level["tokenizer.ggml.tokens"]), {"tokenizer.ggml.bos_token_id": 0}
+    written = tokenizer_fields(tmp_path / "tokenizer.json", size, True, ids)
+    assert SPLITTINGS[written["tokenizer.ggml.pre"]] == SPLITTINGS[pre]
+    for name in ("tokens", "token_type", "merges", "add_bos_token"):
+        assert written[f"tokenizer.ggml.{name}"] == chosen[f"tokenizer.ggml.{name}"]
 
 
 @pytest.mark.parametrize("prefix", [True, False])
@@ -111,6 +118,12 @@ def test_sentencepiece_is_rebuilt_from_scores(tmp_path, prefix):
             assert ours.decode(ours.encode(text)) == text
     assert ours.encode("cat<b>").tolist()[-1] == theirs.PieceToId("<b>")
     assert (ours.eod, ours.bos, ours.opening) == (2, 1, (1,))
+    (tmp_path / "m.model").write_bytes(made.getvalue())
+    ids = {f"tokenizer.ggml.{name}_token_id": i for name, i in (("bos", 1), ("eos", 2))}
+    fields["tokenizer.ggml.add_bos_token"] = True
+    assert tokenizer_fields(tmp_path / "m.model", len(tokens), True, ids) == fields
+    padded = tokenizer_fields(tmp_path / "tokenizer.json", len(tokens) + 1, True, ids)
+    assert padded["tokenizer.ggml.token_type"] == [*types, UNUSED]
 
 
 @pytest.mark.parametrize(

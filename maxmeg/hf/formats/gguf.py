@@ -1,7 +1,8 @@
 """Read llama.cpp's GGUF files as a config.json and tensors by transformers' names.
 
 Quantized tensors are dequantized. Changes by llama.cpp's conversion are undone: the order of rows
-in Llama's queries and keys, and the 1 added to Gemma's norms.
+in Llama's queries and keys, and the 1 added to Gemma's norms. `to_ggml` and `ggml_name` are the
+inverses, which hf/gguf_export.py writes with.
 """
 
 import dataclasses
@@ -119,13 +120,32 @@ class GgufWeights:
         found = self._found[name]
         array = quants.dequantize(found.data, found.tensor_type)
         array = np.asarray(array, FLOAT32).reshape(self.tensors[name].shape)
-        heads = {
-            "q_proj": self._config["num_attention_heads"],
-            "k_proj": self._config.get("num_key_value_heads", self._config["num_attention_heads"]),
-        }
-        if self._family.permuted and (count := heads.get(name.split(".")[-2])):
+        if self._family.permuted and (count := _num_heads(name, self._config)):
             return halves_from_pairs(array, count)
         return array - 1 if self._family.norms_plus_one and "norm" in name else array
+
+
+def to_ggml(
+    name: str, array: np.ndarray, architecture: str, config: Mapping[str, typing.Any]
+) -> np.ndarray:
+    """Return a tensor of transformers as llama.cpp's conversion writes it."""
+    family = FAMILIES[architecture]
+    if family.permuted and (count := _num_heads(name, config)):
+        return pairs_from_halves(array, count)
+    return array + np.float32(1) if family.norms_plus_one and "norm" in name else array
+
+
+def _num_heads(name: str, config: Mapping[str, typing.Any]) -> int:
+    """Return the number of heads in a tensor of queries or keys; 0 for other tensors."""
+    heads = config["num_attention_heads"]
+    counts = {"q_proj": heads, "k_proj": config.get("num_key_value_heads", heads)}
+    return counts.get(name.split(".")[-2], 0)
+
+
+def pairs_from_halves(array: np.ndarray, num_heads: int) -> np.ndarray:
+    """Reorder the rows of each head from (0, 1, ...) to (0, d/2, 1, d/2 + 1, ...)."""
+    halves = array.reshape(num_heads, 2, -1, *array.shape[1:])
+    return halves.swapaxes(1, 2).reshape(array.shape)
 
 
 def halves_from_pairs(array: np.ndarray, num_heads: int) -> np.ndarray:
@@ -134,15 +154,18 @@ def halves_from_pairs(array: np.ndarray, num_heads: int) -> np.ndarray:
     return pairs.swapaxes(1, 2).reshape(array.shape)
 
 
+def load_library(purpose: str) -> typing.Any:
+    """Import the gguf package; ValueError where it is not installed."""
+    try:
+        importlib.import_module("gguf.quants")
+        return importlib.import_module("gguf")
+    except ImportError as error:
+        raise ValueError(f"{purpose} needs the gguf package: pip install 'maxmeg[gguf]'") from error
+
+
 def open_file(path: str | os.PathLike[str]) -> Source:
     """Open a GGUF file of one of FAMILIES; ValueError for any other. Needs the `gguf` package."""
-    try:
-        library = importlib.import_module("gguf")
-    except ImportError as error:
-        raise ValueError(
-            f"reading {path} needs the gguf package: pip install 'maxmeg[gguf]'"
-        ) from error
-    path = Path(path)
+    library, path = load_library(f"reading {path}"), Path(path)
     if not path.is_file():
         raise ValueError(f"{path} is not a file: check the path")
     try:
@@ -257,6 +280,17 @@ def _their_name(name: str, family: Family) -> str:
     if len(parts) == 3 and parts[0] == "blk" and parts[2] in family.layers:
         return f"model.layers.{parts[1]}.{family.layers[parts[2]]}.{leaf}"
     return name
+
+
+def ggml_name(name: str, architecture: str) -> str:
+    """Return llama.cpp's name of a tensor of transformers."""
+    module, _, leaf = name.rpartition(".")
+    ends = {theirs: ours for ours, theirs in ENDS.items()}
+    if module in ends:
+        return f"{ends[module]}.{leaf}"
+    layers = {theirs: ours for ours, theirs in FAMILIES[architecture].layers.items()}
+    _, _, layer, inner = module.split(".", 3)
+    return f"blk.{layer}.{layers[inner]}.{leaf}"
 
 
 def _plain(value: typing.Any) -> typing.Any:

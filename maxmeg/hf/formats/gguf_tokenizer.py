@@ -1,9 +1,14 @@
-"""Convert tokenizer and chat template in a GGUF file to files of a Hugging Face folder."""
+"""Convert tokenizer and chat template in a GGUF file to files of a Hugging Face folder, and back.
+
+A tokenizer is written where a file with its metadata, read back, encodes PROBES to the same ids.
+"""
 
 import dataclasses
+import functools
 import json
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
@@ -13,6 +18,14 @@ TEMPLATE = "tokenizer.chat_template"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token_type
 WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's character for a space
 ROLES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad", "mask": "mask"}
+PROBES = (  # texts that tokenizers split differently
+    "Hello world  and   more\n \n\n\t\t x\r\n  end ",
+    "I'm it's THEY'LL we'Ve 1 12 123 1234 3.14; f(x)=y_2//a++ ---- !!?? https://a.b/c",
+    "caf\xe9 e\u0301 \ufb01nnish \u6771\u4eac\u30bf\u30ef\u30fc",
+    "\u041f\u0440\u0438\u0432\u0435\u0442 \U0001f389\U0001f468\u200d\U0001f469 \uff11\u2460",
+    "HelloWorld camelCase",
+    "",
+)
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -182,3 +195,114 @@ def merges_of(
         known = [cut for cut in cuts if cut[0] in pieces and cut[1] in pieces]
         merges += sorted(known, key=lambda cut: (pieces[cut[0]], pieces[cut[1]]))
     return merges
+
+
+Encoded: typing.TypeAlias = tuple[list[int], list[str]]
+Tokens: typing.TypeAlias = dict[int, tuple[str, int]]  # text and type of each
+Source: typing.TypeAlias = tuple[
+    Callable[[str], Encoded], Tokens, Iterator[Mapping[str, typing.Any]]
+]
+
+
+def tokenizer_fields(
+    path: Path, vocab_size: int, opens: bool, ids: Mapping[str, int]
+) -> dict[str, typing.Any]:
+    """Return the metadata of a tokenizer.json, or of SentencePiece's .model.
+
+    opens: whether texts begin with BOS. ids: fields that name special tokens. ValueError where no
+    tokenizer of GGUF encodes text as this one.
+    """
+    is_model = path.suffix == ".model"
+    encode, pieces, candidates = _pieces(path) if is_model else _library_tokens(path)
+    known = [pieces.get(i, (f"[PAD{i}]", UNUSED)) for i in range(vocab_size)]
+    tokens, types = [token for token, _ in known], [kind for _, kind in known]
+    probes = [without_added(text, known) for text in PROBES]
+    for own in candidates:
+        own = {**own, "tokens": tokens, "token_type": types, "add_bos_token": opens}
+        if "scores" in own:
+            own["scores"] = [own["scores"].get(token, 0.0) for token in tokens]
+        fields = {f"{PREFIX}{name}": value for name, value in own.items()}
+        fields |= ids
+        read = tokenizers.Tokenizer.from_str(tokenizer_files(fields)["tokenizer.json"])
+        if all(seen(read, text) == encode(text) for text in probes):
+            return fields
+    raise ValueError(
+        f"{path} encodes text as no tokenizer of GGUF does: written are SentencePiece's BPE, and "
+        f"byte-level BPE that splits text as {', '.join(SPLITTINGS)}"
+    )
+
+
+def seen(tokenizer: tokenizers.Tokenizer, text: str) -> Encoded:
+    """Return the ids of a text, and its parts if merges are limited to parts."""
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    splitting: typing.Any = tokenizer.pre_tokenizer
+    model: typing.Any = tokenizer.model
+    if splitting is None or model.byte_fallback:
+        return ids, []
+    return ids, [part for part, _ in splitting.pre_tokenize_str(text)]
+
+
+def without_added(text: str, tokens: Sequence[tuple[str, int]]) -> str:
+    """Remove user-defined tokens: libraries differ in the spaces that they put after one."""
+    for token, kind in tokens:
+        text = text.replace(token, "") if kind == USER_DEFINED else text
+    return text
+
+
+def _pieces(path: Path) -> Source:
+    """Return SentencePiece's encoder, its pieces, and the metadata that may describe it."""
+    import sentencepiece
+    from sentencepiece import sentencepiece_model_pb2
+
+    data, model = path.read_bytes(), sentencepiece.SentencePieceProcessor()
+    library: typing.Any = sentencepiece_model_pb2
+    proto = library.ModelProto.FromString(data)
+    model.LoadFromSerializedProto(data)
+    pieces = {i: (entry.piece, entry.type) for i, entry in enumerate(proto.pieces)}
+    scores = {entry.piece: entry.score for entry in proto.pieces}
+    return lambda text: (model.EncodeAsIds(text), []), pieces, _with_prefix(scores)
+
+
+def _with_prefix(scores: Mapping[str, float]) -> Iterator[Mapping[str, typing.Any]]:
+    for prefix in (True, False):
+        yield {"model": "llama", "scores": scores, "add_space_prefix": prefix}
+
+
+def _library_tokens(path: Path) -> Source:
+    """Return the encoder of a tokenizer.json, its tokens, and the metadata that may describe it."""
+    library = tokenizers.Tokenizer.from_file(str(path))
+    model = json.loads(library.to_str())["model"]
+    is_byte_level = not model.get("byte_fallback")
+    added = library.get_added_tokens_decoder()
+    pieces: Tokens = {}
+    for token, i in library.get_vocab(with_added_tokens=True).items():
+        kind = NORMAL
+        if i in added:
+            kind = CONTROL if added[i].special else USER_DEFINED
+            kind = UNKNOWN if token == model.get("unk_token") else kind
+        elif not is_byte_level and len(token) == 6 and token.startswith("<0x"):
+            kind = BYTE
+        pieces[i] = (token, kind)
+
+    encode = functools.partial(seen, library)
+    if model["type"] != "BPE":
+        return encode, pieces, iter(())
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+    if is_byte_level:
+        return encode, pieces, _with_splittings(merges, bool(model.get("ignore_merges")))
+    if (beside := path.with_name("tokenizer.model")).is_file():
+        return encode, pieces, _pieces(beside)[2]
+    ranks: dict[str, float] = {}
+    for merge in merges:
+        ranks.setdefault(merge.replace(" ", "", 1), -float(len(ranks)))
+    return encode, pieces, _with_prefix(ranks)
+
+
+def _with_splittings(
+    merges: Sequence[str], whole_words: bool
+) -> Iterator[Mapping[str, typing.Any]]:
+    tried = set()
+    for name, splitting in SPLITTINGS.items():
+        if splitting not in tried and splitting.whole_words == whole_words:
+            tried.add(splitting)
+            yield {"model": "gpt2", "pre": name, "merges": [*merges]}
