@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from maxmeg.config.mixers import RotaryScaling
 from maxmeg.config.model import DType, ModelConfig
 from maxmeg.config.options import Quantize
+from maxmeg.config.positions import RotaryScaling
 from maxmeg.config.schema import Config
 from maxmeg.data.chat.ends import end_tokens
 from maxmeg.data.chat.template import has_chat_template, load_chat_template
