@@ -102,8 +102,9 @@ def families(
         "gemma 4": (
             "Gemma4ForCausalLM",
             {**wide, **own, **window, "num_hidden_layers": 4, "hidden_size_per_layer_input": 0}
-            | {"layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 16}
-            | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+            | {"layer_types": ["sliding_attention", "full_attention"] * 2}
+            | {"global_head_dim": 2 * own_head_dim, "attention_k_eq_v": True}
+            | {"num_global_key_value_heads": 1},
         ),
         "olmo 2": ("Olmo2ForCausalLM", {**wide, "rope_parameters": LINEAR}),
         "phi 3": (

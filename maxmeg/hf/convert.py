@@ -27,6 +27,7 @@ from maxmeg.hf.chats import GENERATION, replace_chat_template, write_ends
 from maxmeg.hf.families import read as families
 from maxmeg.hf.families.binding import Binding
 from maxmeg.hf.families.classifier_tables import CLASSIFIERS, written_names
+from maxmeg.hf.families.keys import TOKENS
 from maxmeg.hf.families.rotary import longrope_notes
 from maxmeg.hf.folder import array_path, array_paths, run_config
 from maxmeg.hf.formats import gguf
@@ -344,7 +345,7 @@ def _merged(
         carried |= {families.START_TOKEN: data.start_token} if data.start_token >= 0 else {}
         return families.hf_config(model, family, carried)
     written = families.hf_config(model, family, carried)
-    both = {**carried, **written}
+    both = {**{name: carried[name] for name in carried if name not in TOKENS}, **written}
     try:
         changed = families.differences(model, families.model_config(both))
     except ValueError:

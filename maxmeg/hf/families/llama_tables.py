@@ -200,6 +200,7 @@ CWM = Family(
     + [Rotary(default=1e6, missing=CWM_LLAMA3)],
     layers=LLAMA_LAYER,
     constants=ROOT,
+    never_null=("bos_token_id",),
 )
 HELIUM = Family(
     model_type="helium",

@@ -97,7 +97,8 @@ def hf_config(
             raise ValueError(f"model.{field}=0 is not set: set it")
     table, tokens = table_of(family), text_part(source or {})
     written = {"architectures": [family], "model_type": table.model_type}
-    written |= {name: tokens.get(name) for name in TOKENS}
+    unset = {name for name in table.never_null if tokens.get(name) is None}
+    written |= {name: tokens.get(name) for name in TOKENS if name not in unset}
     if model.has_source:  # as the samples begin, unless the source says it
         first = tokens.get("pad_token_id" if tokens.get("bos_token_id") is None else "bos_token_id")
         written[START_TOKEN] = tokens.get(START_TOKEN, first)

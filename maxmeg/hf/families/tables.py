@@ -70,6 +70,7 @@ class Family:
     may repeat the embedding. layer_names(model, number): (prefix, modules) of a layer, where these
     differ by layer. code: pattern of remote-code modules that compute the same as transformers;
     they are never run. mtp: names of MTP layers, for families with a key for their number.
+    never_null: ids of special tokens that transformers' class refuses as null.
     """
 
     model_type: str
@@ -93,6 +94,7 @@ class Family:
     layer_names: Callable[[ModelConfig, int], tuple[str, Modules]] | None = None
     code: str = ""
     mtp: MtpNames = MtpNames()
+    never_null: tuple[str, ...] = ()
 
 
 GATED = {
