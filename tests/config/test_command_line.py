@@ -50,7 +50,7 @@ MISTAKES = [
     ("generate --promt=a", "unknown flag --promt: did you mean --prompt?"),
     ("evaluate --eval_iters=3", "did you mean --num_batches?"),
     ("convert --output=x", "--input is missing: folder of Hugging Face, Megatron or a run"),
-    ("convert --input=x --to=ggml", "to='ggml' .*: one of maxmeg, huggingface, peft, gguf"),
+    ("convert --input=x --to=ggml", "to='ggml' .*one of maxmeg, huggingface, peft, gguf"),
     ("preprocess", "the following arguments are required: --input, --output: see maxmeg"),
     ("preprocess --input=x --output=x --worker=3", "flag --worker: did you mean --workers"),
     ("launch slurm", "no launch script is named slurm: there are slurm.sbatch"),

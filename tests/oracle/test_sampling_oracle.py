@@ -50,7 +50,9 @@ def corpora(tmp_path_factory) -> dict[str, str]:
 
 
 def tokenizer():
-    return types.SimpleNamespace(vocab_size=VOCAB, eod=EOD, unique_identifiers={"class": "none"})
+    return types.SimpleNamespace(
+        vocab_size=VOCAB, eod=EOD, spec="none", unique_identifiers={"class": "none"}
+    )
 
 
 def megatron(folder, length: int, seed: int, sizes, kind=GPTDataset, **blend) -> list:

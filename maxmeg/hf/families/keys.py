@@ -21,7 +21,6 @@ DEFAULTS = ModelConfig()
 RESOLVED = {  # fields in which 0 stands for another size -> the property that returns that size
     "attention.num_kv_heads": "kv_heads",
     "attention.head_dim": "head_size",
-    "attention.local_head_dim": "local_head_size",
     "mlp.ffn_size": "ffn",
     "moe.ffn_size": "expert_ffn",
     "mamba.num_heads": "mamba_heads",
