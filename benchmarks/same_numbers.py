@@ -197,7 +197,7 @@ def samples(config: Config) -> dict[str, Any]:
     batch: dict[str, Any] = {"tokens": ids[0], "targets": ids[1]}
     batch["positions"] = np.broadcast_to(places_L, shape)
     batch["loss_mask"] = np.float32(rng.random(shape) < 0.8)
-    if data.has_segments:  # two documents a row, and up to four tokens of padding
+    if data.has_segments:  # two documents per row and at most four padding tokens
         cuts_B1 = rng.integers(2, length // 2 + 1, (size, 1))
         is_text_BL = places_L < length - rng.integers(0, 5, (size, 1))
         is_second_BL = places_L >= cuts_B1
@@ -245,7 +245,7 @@ def run(name: str) -> dict[str, list[str]]:
 
 
 def program(name: str) -> dict:
-    """Return what a program compiles to on a device: bytes, FLOPs and collectives."""
+    """Return bytes, FLOPs and collectives per device of a compiled program."""
     case = PROGRAMS[name]
     config = case.config()
     if config.model.has_source:  # cuDNN has no relative positions

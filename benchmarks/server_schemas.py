@@ -4,8 +4,9 @@ OpenAI's client asks a server of a tiny random model for replies of each schema 
 response_format and as the parameters of a required tool, in one piece and streamed, two replies a
 request. Each reply that ended must validate, or the request is refused with 400 in one line before
 anything is generated. The same for the Pydantic classes of `CLASSES`, which the client parses. The
-table shows replies, those that ended within the limit of tokens, and those that do not validate; it
-exits with 1 if there are any, or another status than 200 and 400. Needs maxmeg[serve,test].
+table shows the number of replies, of replies that ended within the token limit, and of invalid
+replies. The exit code is 1 if a reply is invalid or a status is neither 200 nor 400. Needs
+maxmeg[serve,test].
 """
 
 import argparse

@@ -139,8 +139,8 @@ class AttentionConfig(Section):
     )
     qk_norm: QkNorm = setting(
         QkNorm.none,
-        "normalization of queries and keys: of each head (head), of all heads together (heads, "
-        "OLMo 2), or of each head without weights (l2; not in the mixer nope_attention)",
+        "normalize queries and keys: head: each head; heads: all heads of a token together (OLMo "
+        "2); l2: each head, without weights, except in the mixer nope_attention (Llama 4)",
         "--qk-layernorm",
     )
     bias_qkv: bool = setting(

@@ -109,8 +109,8 @@ class Neighbours:
 
 
 class LongRope(enum.Enum):
-    """Which length of a generated text chooses between LongRoPE's short and long factors: the most
-    tokens that it may have, or those that it has, as in transformers' Phi-3."""
+    """Which length of a generated text chooses between LongRoPE's short and long factors: its
+    maximum length, or its current length (as transformers' Phi-3)."""
 
     longest = "longest"
     current = "current"
@@ -122,8 +122,8 @@ class GenerationOptions(ModelOptions):
 
     longrope: str = setting(
         "longest",
-        "LongRoPE's factors: longest, by the most tokens that a text may have | current, by those "
-        "that it has, as in transformers",
+        "length that chooses between LongRoPE's short and long factors: longest: maximum length of "
+        "the text | current: its current length, as in transformers",
     )
 
 

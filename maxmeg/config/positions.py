@@ -26,7 +26,7 @@ class RotaryConfig(Section):
     )
     local_base: float = setting(
         0.0,
-        "base in the mixer local, whose frequencies are then not scaled; 0: as in the others",
+        "base in the mixer local, without scaling of the frequencies; 0: base, scaled",
         effect="adapted",
     )
     fraction: float = setting(

@@ -122,7 +122,7 @@ def architecture(model: ModelConfig) -> str:
 
 
 def metadata(model: ModelConfig, name: str) -> Fields:
-    """Return the metadata of a model, apart from those of the tokenizer.
+    """Return the metadata of a model without its tokenizer.
 
     ValueError if they do not describe the model.
     """

@@ -447,11 +447,10 @@ class Engine:
         self._start_mask(job)
 
     def _row_length(self, reply: Reply, cached: int) -> int:
-        """Return a length for which the rotation is that of a row with `cached` tokens before its
-        next one.
+        """Return the row length that determines the rotation of the token after `cached` tokens.
 
-        LongRoPE: by the most tokens that it may have, or those that it has; dynamic: by those so
-        far; 0: it does not matter.
+        LongRoPE: the maximum length of the row, or its current length (`longrope=current`);
+        dynamic: the current length; 0: the rotation does not depend on the length.
         """
         rotary, length = self.model.rotary, len(reply.prompt)
         if rotary.scaling is RotaryScaling.longrope:

@@ -140,7 +140,13 @@ def test_special_tokens_are_carried_along():
     source = {**SMOLLM2, "bos_token_id": 7, "eos_token_id": [8, 9]}
     written = hf_config(model_config(SMOLLM2), "LlamaForCausalLM", source)
     assert [written[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [7, [8, 9], None]
-    assert hf_config(model_config(GEMMA3_4B), "Gemma3ForCausalLM", GEMMA3_4B)["eos_token_id"] == [
-        1,
-        106,
-    ]
+    written = hf_config(model_config(GEMMA3_4B), "Gemma3ForCausalLM", GEMMA3_4B)
+    assert written["eos_token_id"] == [1, 106]
+
+
+def test_ministral_3_has_the_keys_of_its_temperature_with_any_scaling():
+    family, rope = "Ministral3ForCausalLM", {"original_max_position_embeddings": 16}
+    for beta in (0.0, 0.6):
+        rope |= {"rope_type": "default", "llama_4_scaling_beta": beta}
+        model = model_config({"architectures": [family], "rope_parameters": rope})
+        assert hf_config(model, family)["rope_scaling"]["llama_4_scaling_beta"] == beta

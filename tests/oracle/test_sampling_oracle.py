@@ -80,6 +80,7 @@ def assert_rows_equal(ours, theirs, seed: int = 0) -> None:
 
 
 def ours(config: DataConfig, index: int, seed: int, size: int | None):
+    config.max_epochs = 0
     return build_dataset(config, list(config.paths), tokenizer(), index, seed, 0, size)
 
 

@@ -38,16 +38,11 @@ OTHERWISE = {
     "qwen 2": {"rope_parameters": LINEAR, "max_position_embeddings": 64},
     # it takes the ratio of both lengths for the factor, and does not go beyond the first
     "phi 3": {"original_max_position_embeddings": 64, "max_position_embeddings": 256},
-    # its feed-forward layers have 4 times the width of the model
-    "falcon 11b": {"ffn_hidden_size": 4 * HIDDEN},
-    # it leaves out the bias of the output projection
-    "ernie 4.5": {"use_bias": False},
-    # its projections have no biases
-    "cohere": {"attention_bias": False},
-    # its sliding window is longer by one token
-    "cohere 2": {"sliding_window": 64},
-    # it reads llama_4_scaling, which transformers' class does not have
-    "ministral 3": {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.0}},
+    "falcon 11b": {"ffn_hidden_size": 4 * HIDDEN},  # it reads no ffn_hidden_size
+    "ernie 4.5": {"use_bias": False},  # it drops the bias of the output projection
+    "cohere": {"attention_bias": False},  # it drops the biases
+    "cohere 2": {"sliding_window": 64},  # its window is longer by one token
+    "ministral 3": {"rope_parameters": YARN},  # it does not read llama_4_scaling_beta
 }
 # Its log-probabilities of hybrid models differ from transformers' by up to 0.04, in float32 too.
 INEXACT = {"lfm 2": 0.08}

@@ -1,4 +1,4 @@
-"""The table of Gemma 4's dense text models, whose global layers have heads of other sizes."""
+"""Gemma 4's dense text models. Local and global layers have different head sizes."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Tables of the text models of Llama 4 and Ministral 3, whose queries grow with their position."""
+"""Text models of Llama 4 and Ministral 3, which scale queries by their position."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ from maxmeg.hf.families.binding import Columns
 from maxmeg.hf.families.expert_tables import num_experts
 from maxmeg.hf.families.experts import AuxLoss, Flag
 from maxmeg.hf.families.keys import Fields, Fixed, Ignored, Json, Key, Keys, Part, checked, refused
-from maxmeg.hf.families.rotary import ORIGINAL, Rotary
+from maxmeg.hf.families.rotary import KINDS, ORIGINAL, Rotary
 from maxmeg.hf.families.tables import (
     ATTENTION_BIAS,
     ATTENTION_DROPOUT,
@@ -32,8 +32,8 @@ LENGTH, SCALE, OFFSET = (f"attention.temperature_{name}" for name in ("length", 
 
 
 class ChunkedLayers(UnrotatedLayers):
-    """Layers without a rotary embedding see the whole row, whose attention temperature may grow;
-    the others see chunks of it, unless the size of a chunk is null."""
+    """Layers without a rotary embedding attend to all earlier tokens, with an optional attention
+    temperature; the others attend within chunks, unless the chunk size is null."""
 
     def read(self, keys: Keys, fields: Fields) -> None:
         types, count = keys.take("layer_types"), fields["num_layers"]
@@ -124,39 +124,42 @@ LLAMA4 = Family(
 
 @dataclasses.dataclass(frozen=True)
 class GrowingRotary(Rotary):
-    """Rotary embedding whose settings also have those of the attention temperature."""
+    """Rotary embedding. Its settings in config.json include the attention temperature."""
 
     name = "llama_4_scaling_beta"
 
     def read(self, keys: Keys, fields: Fields) -> None:
         super().read(keys, fields)
-        scale = self.all_settings(keys).get(self.name)
-        if scale:
-            length = fields.get("rotary.original_length") or fields["max_position"]
-            fields |= {SCALE: checked(self.name, scale, float), LENGTH: length}
+        settings = self.all_settings(keys)
+        if scale := settings.get(self.name):
+            length = settings.get(ORIGINAL) or fields["max_position"]
+            fields |= {
+                SCALE: checked(self.name, scale, float),
+                LENGTH: checked(ORIGINAL, length, int),
+            }
 
     def all_settings(self, keys: Keys) -> Json:
         return super().settings(keys) or dict(self.missing)
 
     def settings(self, keys: Keys) -> Json:
-        extra = (self.name, "max_position_embeddings")
-        return {name: v for name, v in self.all_settings(keys).items() if name not in extra}
+        settings = self.all_settings(keys)
+        kind = str(settings.get("rope_type", settings.get("type", "default")))
+        extra = {self.name, "max_position_embeddings"}
+        extra |= {ORIGINAL} - KINDS.get(kind, {ORIGINAL: None}).keys()
+        return {name: v for name, v in settings.items() if name not in extra}
 
     def write(self, model: ModelConfig) -> Json:
+        """Write both keys of the temperature in any case: transformers computes with them."""
         heads, written = model.attention, super().write(model)
-        length = model.rotary.original_length or model.max_position
+        scaling = written["rope_scaling"]
+        length = scaling.get(ORIGINAL) or heads.temperature_length or model.max_position
         if heads.temperature_length not in (0, length) or heads.temperature_offset:
             raise ValueError(
                 f"model.{LENGTH}={heads.temperature_length} and {OFFSET}="
                 f"{heads.temperature_offset}: ministral3 has rotary.original_length={length} and 0"
             )
-        if heads.temperature_length:
-            written["rope_scaling"] = {
-                **(written["rope_scaling"] or {"rope_type": "default"}),
-                self.name: heads.temperature_scale,
-                ORIGINAL: length,
-            }
-        return written
+        scale = heads.temperature_scale if heads.temperature_length else 0.0
+        return written | {"rope_scaling": {**scaling, self.name: scale, ORIGINAL: length}}
 
 
 MINISTRAL3_YARN = {

@@ -61,8 +61,8 @@ class Family:
     that are not a module's weight or bias. shapes: full shape of each vector that is stored with
     extra dimensions of size 1; -1 stands for its length. experts: weights of the experts, with {}
     for the expert's number, or of all experts stacked, several projections as `stacking` says.
-    joined: as `experts`, for files that have those of a layer stacked and Consecutive: they are
-    read, not written. kept: keys that an export repeats from the imported
+    joined: as `experts`, for files that store all experts of a layer in one tensor (Consecutive);
+    such files are read, not written. kept: keys that an export repeats from the imported
     config.json where this changes no result. grouped: fused modules whose outputs are [queries..
     key value] for each key/value head, or what belongs to each key head of the delta rule.
     outputs_first: whether projections are stored as [out, in]. ignored: patterns of tensors that

@@ -153,7 +153,7 @@ class CompressedWeights:
             shown = [f"{name}_{part} {_shown(info)}" for part, info in infos.items()]
             shown = [f"{name} {_shown(tensors[name])}", *shown] if name in tensors else shown
             raise ValueError(
-                f"{', '.join(shown)}: these are no matrix of {scheme}; download the folder again"
+                f"{', '.join(shown)}: this is no matrix of {scheme}; download the folder again"
             )
         return TensorInfo(scale.dtype if scale.dtype in FLOATS else BFLOAT16, shape)
 

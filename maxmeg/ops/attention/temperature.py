@@ -1,4 +1,4 @@
-"""Queries that grow with their position, so that attention over long contexts stays sharp."""
+"""Attention temperature: queries scaled by position keep attention sharp in long contexts."""
 
 import dataclasses
 

@@ -61,7 +61,7 @@ def attend(q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: Operands):
     scores [B, L, H].
 
     A query that sees no key has output 0 and log-sum-exp NEGATIVE, or its sink. NaN and inf in a
-    key or value make NaN of the queries of its row, also of those that do not see it.
+    key or value make every query of the row NaN, also queries that do not see it.
     """
     B, L, H, K = q_BLHK.shape
     G = k_BMGK.shape[2]
