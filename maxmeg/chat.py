@@ -25,7 +25,7 @@ from maxmeg.inference.load import load_chosen
 from maxmeg.inference.prompts import encoded
 from maxmeg.inference.requests import Request
 from maxmeg.inference.sampling import Sampling
-from maxmeg.parallel import multihost
+from maxmeg.processes import multihost
 from maxmeg.runtime.faults.out_of_memory import explains_out_of_memory
 from maxmeg.runtime.gpu_environment import set_gpu_environment
 

@@ -29,8 +29,8 @@ from maxmeg.evals.perplexity import accuracy_lines, mean_loss
 from maxmeg.evals.zero_shot import is_task, run_zero_shot
 from maxmeg.inference.load import Trained, load_chosen
 from maxmeg.optim.schedules import Origin, Schedules
-from maxmeg.parallel import multihost
 from maxmeg.parallel.placement import local_rows
+from maxmeg.processes import multihost
 from maxmeg.runtime.faults.out_of_memory import explains_out_of_memory
 from maxmeg.runtime.gpu_environment import set_gpu_environment
 from maxmeg.runtime.screen import say, tracked

@@ -26,7 +26,7 @@ from maxmeg.inference.load import Trained, load_chosen
 from maxmeg.inference.prompts import as_chat, encoded, read_records
 from maxmeg.inference.requests import Request
 from maxmeg.inference.sampling import Sampling
-from maxmeg.parallel import multihost
+from maxmeg.processes import multihost
 from maxmeg.retrieval.generation import Generator
 from maxmeg.retrieval.neighbours import load_encoder, open_search
 from maxmeg.runtime.faults.out_of_memory import explains_out_of_memory

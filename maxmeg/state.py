@@ -14,16 +14,16 @@ from maxmeg.checkpoint import storage
 from maxmeg.config import files
 from maxmeg.config.model import DType
 from maxmeg.config.schema import Config, Masters, Moments, OptimConfig
-from maxmeg.layers.amax_history import empty_history
 from maxmeg.models.lm import LM, language_model
 from maxmeg.ops.random import fold, split
 from maxmeg.ops.recipes import recipe_of
 from maxmeg.optim.scaling import Scaler, first_scaler
 from maxmeg.optim.storage import decode, divided, encode, has_remainder, orders, whole
-from maxmeg.parallel.host import host_sharding, is_on_host, to_device
 from maxmeg.parallel.rules import is_variable, logical_axes, storage_specs
 from maxmeg.parallel.trainable import joined, saved, trained
+from maxmeg.processes.host import host_sharding, is_on_host, to_device
 from maxmeg.runtime.metrics.parameter_table import ParameterRow
+from maxmeg.weights.amax_history import empty_history
 
 CHECKPOINTS = files.CHECKPOINTS
 VOCABULARY_TABLES = (
@@ -40,7 +40,7 @@ class TrainState:
     optimizer: of the trained part. key: raw key of all later randomness. scaler: of the loss, with
     float16 alone. remainders: with optim.masters=remainders alone, the model then holds bfloat16
     weights (optim/storage.py). ema: with optim.ema alone, float32 averages of the trained part.
-    history: with delayed scaling alone (layers/amax_history.py)."""
+    history: with delayed scaling alone (weights/amax_history.py)."""
 
     step: jax.Array
     model: LM

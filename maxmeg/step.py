@@ -18,9 +18,7 @@ from jax.sharding import PartitionSpec as P
 from maxmeg.config.recompute import offloaded_alone
 from maxmeg.config.schema import Config, LossReduction
 from maxmeg.layers import auxiliary
-from maxmeg.layers.amax_history import delayed_scales, next_history
 from maxmeg.layers.context import Context, Source
-from maxmeg.layers.quantized import with_codes, without_codes
 from maxmeg.models.stack import first_sublayer
 from maxmeg.objectives.objective import Metrics, Model, Objective
 from maxmeg.objectives.table import OBJECTIVES
@@ -30,8 +28,6 @@ from maxmeg.optim.scaling import next_scaler, unscaled
 from maxmeg.optim.update import Parts, on_device, update
 from maxmeg.parallel import collectives
 from maxmeg.parallel.batch import Batch
-from maxmeg.parallel.fused import fuse, separate
-from maxmeg.parallel.host import result_sharding
 from maxmeg.parallel.mesh import BATCH_AXES, CONTEXT_AXES, TOKEN_AXES, batch_shards
 from maxmeg.parallel.placement import batch_spec
 from maxmeg.parallel.rules import Reduction, reductions, storage_specs
@@ -41,8 +37,12 @@ from maxmeg.pipeline.executor import run_pipeline
 from maxmeg.pipeline.last_stage import from_last_stage
 from maxmeg.pipeline.program import Program
 from maxmeg.pipeline.schedule import SCHEDULES, forward_only, one_f_one_b
+from maxmeg.processes.host import result_sharding
 from maxmeg.runtime.gpu_environment import compiler_options
 from maxmeg.state import TrainState, shardings_of
+from maxmeg.weights.amax_history import delayed_scales, next_history
+from maxmeg.weights.fused import fuse, separate
+from maxmeg.weights.quantized import with_codes, without_codes
 
 
 def context(batch: Batch, raw_key: jax.Array | None, layer=0) -> Context:

@@ -31,13 +31,13 @@ from maxmeg.inference.samples import sample_at_end
 from maxmeg.objectives.objective import Objective
 from maxmeg.ops.attention.call import warn_of_xla
 from maxmeg.optim.schedules import Origin, Schedules
-from maxmeg.parallel import multihost
 from maxmeg.parallel.batch import Batch
 from maxmeg.parallel.mesh import sizes_of
 from maxmeg.parallel.placement import place_batch, place_flag
 from maxmeg.planning.compile import check_step
 from maxmeg.planning.remedies import planned_kernels, planned_memory
 from maxmeg.planning.show.text import memory_table
+from maxmeg.processes import multihost
 from maxmeg.program import Program
 from maxmeg.runtime.determinism import check_deterministic
 from maxmeg.runtime.faults.lock import lock_run

@@ -18,9 +18,9 @@ from layouts import (
 
 from maxmeg.config.model import DType
 from maxmeg.config.parallel import GradientDType, Schedule
-from maxmeg.parallel.fused import fuse
 from maxmeg.parallel.rules import reductions
 from maxmeg.step import make_train_step
+from maxmeg.weights.fused import fuse
 
 MOE = {"moe.num_experts": 4, "moe.ffn_size": 48, "moe.shared_ffn_size": 32, "moe.shared_gate": True}
 MLA = {"layers": "*(mla,moe)", "mla.kv_rank": 16, "mla.query_rank": 12, "mla.rotary_size": 4}

@@ -16,9 +16,9 @@ from maxmeg.config import files
 from maxmeg.config.schema import Config
 from maxmeg.evals.perplexity import StopRequested, mean_loss
 from maxmeg.optim.schedules import Schedules
-from maxmeg.parallel import multihost
 from maxmeg.parallel.mesh import MESH_AXES
 from maxmeg.parallel.placement import LocalRows
+from maxmeg.processes import multihost
 from maxmeg.runtime.faults.signals import Interrupt
 from maxmeg.runtime.faults.watchdog import Watchdog
 from maxmeg.runtime.metrics import memory

@@ -22,10 +22,10 @@ from maxmeg.config.parallel import Schedule
 from maxmeg.config.schema import Masters, Moments, OptimConfig, Optimizer
 from maxmeg.config.setting import with_fields
 from maxmeg.optim import update
-from maxmeg.parallel.host import HOST, check_host_memory, is_on_host
 from maxmeg.planning.analytic import analyze
 from maxmeg.planning.hardware import parse_cluster
 from maxmeg.planning.search import search
+from maxmeg.processes.host import HOST, check_host_memory, is_on_host
 from maxmeg.state import TrainState, evaluated_model, to_arrays
 from maxmeg.step import make_gradients, make_train_step
 

@@ -8,11 +8,11 @@ from jax._src.cudnn import fused_attention_stablehlo as fused
 from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
 from maxmeg.ops.attention import cudnn as attention_cudnn
-from maxmeg.parallel import coordinator, multihost
+from maxmeg.processes import coordinator, multihost
 
 
 def test_the_key_value_store_of_the_coordinator():
-    """parallel/multihost.py: how processes agree when they save, and watch each other."""
+    """processes/multihost.py: how processes agree when they save, and watch each other."""
     assert multihost.distributed is distributed and coordinator._jax is _jax
     state = distributed.global_state
     assert (state.client, state.process_id, state.num_processes) == (None, 0, 1)

@@ -22,8 +22,8 @@ from maxmeg.hf.folder import open_checkpoints
 from maxmeg.models.lm import LM, language_model
 from maxmeg.ops.random import split
 from maxmeg.optim.storage import whole
-from maxmeg.parallel.host import to_device
 from maxmeg.parallel.trainable import frozen, joined, trained, without
+from maxmeg.processes.host import to_device
 from maxmeg.state import (
     VOCABULARY_TABLES,
     TrainState,

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxmeg.checkpoint.places import MANIFEST, sizes_of
-from maxmeg.parallel.host import is_on_host, to_device
+from maxmeg.processes.host import is_on_host, to_device
 from maxmeg.runtime.object_storage import is_remote
 
 FORMAT_VERSION = 2  # 1: files without a CRC-32C of their own; the manifest has their CRC-32

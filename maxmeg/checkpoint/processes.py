@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 
 from maxmeg.checkpoint.integrity import CorruptCheckpointError, some
-from maxmeg.parallel import multihost
+from maxmeg.processes import multihost
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from maxmeg.checkpoint import integrity, storage
 from maxmeg.checkpoint.integrity import Manifest, some
 from maxmeg.checkpoint.storage import Order, disk_shape
-from maxmeg.parallel.host import to_device
+from maxmeg.processes.host import to_device
 
 Wanted = Mapping[str, jax.ShapeDtypeStruct]
 HISTORY = "history"  # the tensors of delayed scaling, which a run may leave in the checkpoint

@@ -27,8 +27,8 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from maxmeg.checkpoint.integrity import CorruptCheckpointError, write_file
 from maxmeg.config.schema import Verify
-from maxmeg.parallel.host import is_on_host
 from maxmeg.pipeline.layout import Layout
+from maxmeg.processes.host import is_on_host
 from maxmeg.runtime.object_storage import is_remote, key_value_store
 
 CHUNK_BYTES = 128 << 20  # a larger shard is cut into several files

@@ -18,7 +18,7 @@ from maxmeg.data.samples.gpt import Dataset
 from maxmeg.data.samples.sampling import check_epochs
 from maxmeg.data.tokenizers.tokenizer import Tokenizer
 from maxmeg.optim.schedules import Schedules
-from maxmeg.parallel import multihost
+from maxmeg.processes import multihost
 
 
 class Source(Protocol):

@@ -41,7 +41,7 @@ from maxmeg.hf.families.rotary import longrope_notes
 from maxmeg.hf.formats.safetensors import DTYPES
 from maxmeg.hf.formats.torch_files import open_weights
 from maxmeg.hf.matching import find_tokenizer, match, model_of, open_folder
-from maxmeg.parallel.host import HOST
+from maxmeg.processes.host import HOST
 from maxmeg.state import VOCABULARY_TABLES
 
 MASTER = DTYPES["F32"]

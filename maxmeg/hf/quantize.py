@@ -22,7 +22,6 @@ from maxmeg.config.options import Quantize
 from maxmeg.config.quantization import QuantizationRecipe
 from maxmeg.hf.families.binding import Binding, Place
 from maxmeg.hf.families.read import table_of
-from maxmeg.layers.quantized import MULTIPLE, quantized_matrices
 from maxmeg.models.lm import LM
 from maxmeg.ops.fp4 import BLOCK as NVFP4_BLOCK
 from maxmeg.ops.fp4 import packed, quantize_nvfp4
@@ -31,6 +30,7 @@ from maxmeg.ops.recipes import RECIPES
 from maxmeg.ops.straight_through import to_int8
 from maxmeg.parallel.rules import is_variable
 from maxmeg.state import array_name
+from maxmeg.weights.quantized import MULTIPLE, quantized_matrices
 
 WEIGHT = ".weight"
 Arrays: typing.TypeAlias = dict[str, jax.Array]

@@ -22,7 +22,7 @@ import numpy as np
 
 from maxmeg.config.errors import RESTART_CODE, report
 from maxmeg.inference.programs import Programs
-from maxmeg.parallel import multihost
+from maxmeg.processes import multihost
 from maxmeg.runtime.faults.peers import leave
 from maxmeg.runtime.gpu_environment import set_gpu_environment
 

@@ -8,6 +8,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from maxmeg.distributed.attention.context import ContextCall, among_heads, attention_over_context
+from maxmeg.distributed.attention.context_choice import ContextStrategy
+from maxmeg.distributed.attention.rounds import Expand
 from maxmeg.layers.cache import CacheSize, cached_attention, empty_pages
 from maxmeg.layers.context import Context, RotaryKind
 from maxmeg.layers.linear import Linear, project
@@ -15,9 +18,6 @@ from maxmeg.layers.mixer import Mixer, MixerSpec, Widths
 from maxmeg.layers.norm import Norm, NormSpec
 from maxmeg.layers.qk_clip import LARGEST, QkClip, scale_heads
 from maxmeg.ops.attention.call import attention_with_lse, output_and_largest
-from maxmeg.ops.attention.context import ContextCall, among_heads, attention_over_context
-from maxmeg.ops.attention.context_choice import ContextStrategy
-from maxmeg.ops.attention.rounds import Expand
 from maxmeg.ops.attention.spec import AttentionDropout, Operands, ScoreSpec
 from maxmeg.ops.attention.temperature import Temperature
 from maxmeg.ops.random import split

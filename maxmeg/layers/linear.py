@@ -17,8 +17,8 @@ from maxmeg.parallel.collectives import (
     of_shared_head,
     unshard_parameter,
 )
-from maxmeg.parallel.fused import fused_widths, split_columns
 from maxmeg.parallel.mesh import TENSOR_AXES
+from maxmeg.weights.fused import fused_widths, split_columns
 
 
 class Linear(nnx.Module):

@@ -16,6 +16,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
+from maxmeg.distributed.attention.rounds import Expand
 from maxmeg.layers.attention import Attention, AttentionSpec
 from maxmeg.layers.cache import CacheSize, cached_attention, empty_pages
 from maxmeg.layers.context import Context
@@ -23,7 +24,6 @@ from maxmeg.layers.linear import Linear
 from maxmeg.layers.mixer import Widths
 from maxmeg.layers.norm import Norm, NormSpec
 from maxmeg.layers.qk_clip import LARGEST, scale_heads
-from maxmeg.ops.attention.rounds import Expand
 from maxmeg.ops.broadcast import broadcast
 from maxmeg.ops.random import split
 from maxmeg.ops.rope import rotate

@@ -1,8 +1,8 @@
 """Mixture of experts: a router, routed experts, an optional shared expert.
 
 Experts are spread over EXPERT_AXES of the mesh and split over EXPERT_TENSOR_AXES. Tokens go to
-their experts by all-to-all (ops/experts/exchange.py). Or they are all-gathered, each device runs
-its experts, and the outputs are reduce-scattered, as in a tensor-parallel layer. No token is
+their experts by all-to-all (distributed/experts/exchange.py). Or they are all-gathered, each device
+runs its experts, and the outputs are reduce-scattered, as in a tensor-parallel layer. No token is
 dropped unless the spec sets a capacity.
 """
 
@@ -14,6 +14,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from maxmeg.distributed.experts.exchange import (
+    Blocks,
+    Exchange,
+    Places,
+    block_rows,
+    make_exchange,
+    plan_dispatch,
+    run_rounds,
+)
+from maxmeg.distributed.experts.nodes import Nodes, exchange_by_node, node_rows
 from maxmeg.layers.balance import TOKENS, balanced
 from maxmeg.layers.context import Context
 from maxmeg.layers.embedding import lookup
@@ -33,17 +43,7 @@ from maxmeg.ops.experts.dispatch import (
     spread,
     weighted_rows,
 )
-from maxmeg.ops.experts.exchange import (
-    Blocks,
-    Exchange,
-    Places,
-    block_rows,
-    make_exchange,
-    plan_dispatch,
-    run_rounds,
-)
 from maxmeg.ops.experts.grouped_matmul import grouped_matmul
-from maxmeg.ops.experts.nodes import Nodes, exchange_by_node, node_rows
 from maxmeg.ops.experts.routing import Routing, RoutingSpec, jittered, route, updated_bias
 from maxmeg.ops.quantized import Quantized, Recipe
 from maxmeg.ops.random import normal, split
@@ -78,8 +78,8 @@ class MoeSpec(MlpSpec):
     a round relative to the mean load of a device, or of an expert if `backend` is batched; unused
     with pad.
     nodes: number of nodes that the devices of the experts lie in, if each token is sent once to a
-    node and spread inside it (ops/experts/nodes.py). backend: of the experts' products, as in
-    ops.experts.choice.
+    node and spread inside it (distributed/experts/nodes.py). backend: of the experts' products, as
+    in ops.experts.choice.
     """
 
     name = "moe"

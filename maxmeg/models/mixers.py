@@ -10,6 +10,7 @@ from maxmeg.config.layers import ENCODER
 from maxmeg.config.mixers import AttentionConfig, ExpertDrop, QkNorm
 from maxmeg.config.model import ModelConfig, Position
 from maxmeg.config.parallel import ParallelConfig, Schedule
+from maxmeg.distributed.attention.context_choice import ContextStrategy
 from maxmeg.layers.attention import AttentionSpec
 from maxmeg.layers.chunked import ChunkedCrossSpec, NeighbourAttentionSpec
 from maxmeg.layers.cross import CrossSpec
@@ -24,7 +25,6 @@ from maxmeg.layers.residual import ResidualSpec
 from maxmeg.layers.short_conv import ShortConvSpec
 from maxmeg.layers.streams import EncoderNormSpec, Side
 from maxmeg.models.stack import Pattern, UnitSpec
-from maxmeg.ops.attention.context_choice import ContextStrategy
 from maxmeg.ops.attention.temperature import Temperature
 from maxmeg.ops.experts.routing import RoutingSpec, Score
 from maxmeg.ops.rope import RotaryScaling, RotarySpec

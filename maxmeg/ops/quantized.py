@@ -72,7 +72,7 @@ class Recipe:
     capability of GPUs. draws: gradients are rounded stochastically, with the key of `slopes`.
     grouped: experts' grouped products (ops/experts/grouped_matmul.py) take this recipe. history: of
     delayed scaling (ops/delayed.py); None: scales are those of the operands themselves. dispatch:
-    tokens are sent to experts in 8 bits (ops/experts/packed.py).
+    tokens are sent to experts in 8 bits (distributed/experts/packed.py).
     """
 
     forward: str = E4M3

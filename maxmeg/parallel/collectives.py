@@ -17,9 +17,9 @@ from jax import lax
 from jax.ad_checkpoint import Offloadable, checkpoint_name
 
 from maxmeg.config.recompute import NAMES
-from maxmeg.parallel.host import HOST
 from maxmeg.parallel.mesh import MESH_AXES, TENSOR_AXES
 from maxmeg.parallel.rules import fsdp_axes, fsdp_dim, gradient_dtype, is_variable
+from maxmeg.processes.host import HOST
 
 PIPE_AXIS = "pipe"
 ALWAYS = "always"  # name of the activations that every recompute policy keeps

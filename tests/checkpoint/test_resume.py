@@ -28,7 +28,7 @@ from maxmeg.config.schema import Optimizer
 from maxmeg.hf.trained import open_run
 from maxmeg.inference.load import load_run
 from maxmeg.optim.build import make_optimizer
-from maxmeg.parallel import multihost
+from maxmeg.processes import multihost
 from maxmeg.runtime.faults.lock import lock_folder, lock_run
 from maxmeg.state import CHECKPOINTS, TrainState, abstract_state, to_arrays, to_tree
 

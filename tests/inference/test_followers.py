@@ -8,7 +8,7 @@ import pytest
 from key_value_store import KeyValueStore
 
 from maxmeg.inference import followers
-from maxmeg.parallel import multihost
+from maxmeg.processes import multihost
 
 STRANGERS = 40  # unknown connections; handled one after another, each would delay startup by 10 s
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from maxmeg.parallel import affinity
-from maxmeg.parallel.affinity import bind_near_gpus, cpus_near, cpus_of
+from maxmeg.processes import affinity
+from maxmeg.processes.affinity import bind_near_gpus, cpus_near, cpus_of
 
 # As Linux lists the CPUs of a socket: its cores, then their second threads.
 SOCKETS = ("0-27,56-83\n", "28-55,84-111\n")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from maxmeg.parallel.coordinator import Coordinator
+from maxmeg.processes.coordinator import Coordinator
 
 REPOSITORY = Path(__file__).parents[2]
 LAUNCHER = REPOSITORY / "launch" / "local.py"
@@ -45,7 +45,7 @@ def wait_for_lines(process: subprocess.Popen[str], count: int) -> list[str]:
 def test_two_processes_sum_over_all_their_devices():
     program = """
         import jax
-        from maxmeg.parallel import multihost
+        from maxmeg.processes import multihost
         multihost.initialize()
         multihost.initialize()  # the second call does nothing
         mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -21,7 +21,7 @@ import itertools, os, signal, subprocess, sys, time
 import jax
 from maxmeg.config.schema import Config
 from maxmeg.config.schema import WatchdogConfig
-from maxmeg.parallel import multihost
+from maxmeg.processes import multihost
 from maxmeg.runtime.metrics.hooks import Hooks
 from maxmeg.runtime.faults.peers import ending_together
 from maxmeg.runtime.faults.stragglers import Stragglers

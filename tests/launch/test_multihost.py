@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from maxmeg.parallel.multihost import (
+from maxmeg.processes.multihost import (
     CPU_SCHEDULER,
     VIRTUAL_DEVICES,
     Rendezvous,

@@ -8,7 +8,7 @@ from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.schema import Config, TrainConfig
 from maxmeg.config.setting import with_fields
 from maxmeg.config.validate import axis_sizes, validate
-from maxmeg.ops.experts import exchange
+from maxmeg.distributed.experts import exchange
 from maxmeg.ops.experts.dispatch import capacity_of
 from maxmeg.planning.analytic import analyze, exposed_seconds
 from maxmeg.planning.cost import experts

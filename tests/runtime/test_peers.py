@@ -10,7 +10,7 @@ from key_value_store import KeyValueStore
 
 from maxmeg.config.errors import RESTART_CODE
 from maxmeg.config.schema import Config
-from maxmeg.parallel import multihost
+from maxmeg.processes import multihost
 from maxmeg.runtime.faults import peers
 from maxmeg.runtime.faults.peers import Failure, Peers, ending_together
 

@@ -1,1 +1,1 @@
-"""Mixture of experts: routing, dispatch, exchange and grouped matrix products."""
+"""Mixture of experts: routing, dispatch and grouped matrix products."""

@@ -8,9 +8,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from maxmeg.layers.attention import AttentionSpec
-from maxmeg.layers.mla import MlaSpec
-from maxmeg.ops.attention.context_choice import (
+from maxmeg.distributed.attention.context_choice import (
     ContextShape,
     ContextStrategy,
     Rates,
@@ -21,6 +19,8 @@ from maxmeg.ops.attention.context_choice import (
     repeated,
     travelling,
 )
+from maxmeg.layers.attention import AttentionSpec
+from maxmeg.layers.mla import MlaSpec
 from maxmeg.ops.attention.spec import ScoreSpec
 from maxmeg.planning.cost.loss import FLOAT32
 from maxmeg.planning.cost.workload import Unit, Workload

@@ -10,11 +10,11 @@ import math
 import jax
 
 from maxmeg.config.mixers import ExpertExchange
+from maxmeg.distributed.experts.exchange import block_rows
+from maxmeg.distributed.experts.nodes import node_rows
 from maxmeg.models.mixers import moe_spec
 from maxmeg.ops.experts.choice import BATCHED
 from maxmeg.ops.experts.dispatch import capacity_of
-from maxmeg.ops.experts.exchange import block_rows
-from maxmeg.ops.experts.nodes import node_rows
 from maxmeg.planning.cost.loss import FLOAT32
 from maxmeg.planning.cost.workload import Unit, Workload
 from maxmeg.planning.hardware import Cluster

@@ -22,13 +22,11 @@ from maxmeg.config.schema import Config, LoraConfig
 from maxmeg.config.setting import walk, with_fields
 from maxmeg.config.stages import units_of_chunks
 from maxmeg.config.validate import axis_sizes
-from maxmeg.layers.quantized import quantized_matrices
 from maxmeg.models.lm import language_model
 from maxmeg.models.mixers import pattern
 from maxmeg.ops.backend import HOPPER, Device, target_device
 from maxmeg.ops.quantized import Recipe
 from maxmeg.ops.recipes import recipe_of
-from maxmeg.parallel.fused import can_fuse, fused_groups
 from maxmeg.parallel.mesh import MESH_AXES, mesh_shape
 from maxmeg.parallel.rules import (
     fsdp_axes,
@@ -42,6 +40,8 @@ from maxmeg.parallel.rules import (
 )
 from maxmeg.pipeline.layout import arrange
 from maxmeg.planning.cost.unit import Unit
+from maxmeg.weights.fused import can_fuse, fused_groups
+from maxmeg.weights.quantized import quantized_matrices
 
 NORMS = {"norm", "norms", "post_norm", "final_norm", "query_norm", "kv_norm"}  # modules
 MIXERS = {"mla": "attention"}
@@ -200,7 +200,7 @@ class Workload:
         return shard.parameter.is_quantized(self.recipe)
 
     def copies(self, shard: Shard) -> int:
-        """Number of copies of the parameter that layers compute with (layers/quantized.py)."""
+        """Number of copies of the parameter that layers compute with (weights/quantized.py)."""
         return self.recipe.copies if self.recipe and self.is_quantized(shard) else 1
 
     def weight_bytes(self, shard: Shard, count: int) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from maxmeg.checkpoint.processes import Processes
 from maxmeg.config.errors import EXIT_CODES
-from maxmeg.parallel import multihost
+from maxmeg.processes import multihost
 from maxmeg.runtime.faults.peers import Failure, leave, publish
 
 LOCK = "lock"  # in the run folder while a run writes to it

@@ -13,10 +13,10 @@ import jax
 
 from maxmeg.config.flags import names_config
 from maxmeg.config.schema import Config
-from maxmeg.parallel import multihost
 from maxmeg.planning.hardware import cluster_name
 from maxmeg.planning.remedies import largest_savings, planned_memory
 from maxmeg.planning.show.text import aligned, gib, memory_table
+from maxmeg.processes import multihost
 from maxmeg.runtime.metrics.memory import memory_limit
 from maxmeg.runtime.metrics.progress import memory_size
 

@@ -22,7 +22,7 @@ import jax
 
 from maxmeg.config.errors import RESTART_CODE, is_for_user, report
 from maxmeg.config.schema import Config
-from maxmeg.parallel import multihost
+from maxmeg.processes import multihost
 from maxmeg.runtime.faults.clock import RunningClock
 
 FAILURE, ALIVE = "maxmeg/failure", "maxmeg/alive/"

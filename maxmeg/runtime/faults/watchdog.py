@@ -15,7 +15,7 @@ from typing import Any
 
 from maxmeg.config.errors import RESTART_CODE
 from maxmeg.config.schema import Config
-from maxmeg.parallel import multihost
+from maxmeg.processes import multihost
 from maxmeg.runtime.faults.clock import TICK, RunningClock
 from maxmeg.runtime.faults.peers import GRACE, Failure, Peers, leave, publish
 from maxmeg.runtime.metrics.hooks import Hook, Metrics

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from maxmeg.parallel import multihost
 from maxmeg.parallel.batch import Batch
+from maxmeg.processes import multihost
 from maxmeg.runtime.metrics.hooks import Hook, Metrics
 from maxmeg.runtime.metrics.progress import memory_size
 from maxmeg.runtime.screen import say

@@ -4,7 +4,7 @@ import os
 
 import jax
 
-from maxmeg.parallel import multihost
+from maxmeg.processes import multihost
 from maxmeg.runtime.metrics.hooks import Hook
 from maxmeg.runtime.screen import say
 

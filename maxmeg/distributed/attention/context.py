@@ -17,8 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from maxmeg.ops.attention.call import attention_with_lse, output_and_largest
-from maxmeg.ops.attention.context_choice import (
+from maxmeg.distributed.attention.context_choice import (
     ContextShape,
     ContextStrategy,
     chosen,
@@ -26,7 +25,8 @@ from maxmeg.ops.attention.context_choice import (
     inner_size,
     repeated,
 )
-from maxmeg.ops.attention.rounds import Expand, Plan, Result, Rows, in_rounds
+from maxmeg.distributed.attention.rounds import Expand, Plan, Result, Rows, in_rounds
+from maxmeg.ops.attention.call import attention_with_lse, output_and_largest
 from maxmeg.ops.attention.spec import Operands, ScoreSpec
 from maxmeg.ops.backend import log_choice
 from maxmeg.parallel import collectives

@@ -9,8 +9,8 @@ import pytest
 from jax.tree_util import Partial
 from ops.grouped_matmul_cases import RECIPES, e4m3
 
+from maxmeg.distributed.experts.exchange import Route
 from maxmeg.ops.experts.dispatch import Order, sort_by_expert
-from maxmeg.ops.experts.exchange import Route
 
 TOKENS, SIZE, EXPERTS = 24, 256, 4
 SAME = 1e-6

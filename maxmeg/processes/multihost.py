@@ -18,8 +18,8 @@ import jax
 from jax._src import distributed  # no public access to the key-value store
 
 from maxmeg.config.validate import VIRTUAL_DEVICES
-from maxmeg.parallel.affinity import bind_near_gpus
-from maxmeg.parallel.coordinator import Coordinator
+from maxmeg.processes.affinity import bind_near_gpus
+from maxmeg.processes.coordinator import Coordinator
 
 FIRST_PORT = 61440  # of the last 4096 ports, which JAX uses for its coordinator as well
 NUM_PORTS = 4096

@@ -8,10 +8,10 @@ from flax import nnx
 
 from maxmeg.layers.attention import Attention, AttentionSpec
 from maxmeg.layers.linear import Linear, project
-from maxmeg.parallel.fused import fuse, fused_widths, separate
 from maxmeg.parallel.mesh import AXES, make_mesh
 from maxmeg.parallel.rules import reductions, set_gradient_dtype, storage_specs
 from maxmeg.parallel.spmd import spmd
+from maxmeg.weights.fused import fuse, fused_widths, separate
 
 TOLERANCE = 1e-6  # of the largest value, float32: sums in another order
 D, K, H, G = 16, 4, 8, 2

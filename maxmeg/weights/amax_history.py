@@ -1,7 +1,7 @@
 """The histories of delayed scaling (ops/delayed.py), one for each quantized matrix and layer.
 
 They are a tree like the model, with a history in place of the matrix's weight and nothing else.
-Projections that can be fused (parallel/fused.py) share that of the first one, whether or not they
+Projections that can be fused (weights/fused.py) share that of the first one, whether or not they
 are, so that histories do not depend on the mesh.
 
 The maxima of inputs and of outputs' gradients leave a step as the gradient of an array that each
@@ -14,16 +14,16 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxmeg.layers.quantized import (
+from maxmeg.ops.delayed import OPERANDS, rolled, scales_of
+from maxmeg.ops.quantized import Recipe
+from maxmeg.parallel.rules import is_variable
+from maxmeg.weights.fused import fused_groups
+from maxmeg.weights.quantized import (
     layers_of,
     max_of_devices,
     quantizable_modules,
     quantized_matrices,
 )
-from maxmeg.ops.delayed import OPERANDS, rolled, scales_of
-from maxmeg.ops.quantized import Recipe
-from maxmeg.parallel.fused import fused_groups
-from maxmeg.parallel.rules import is_variable
 
 
 def empty_history(model, recipe: Recipe | None):

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float, Int
 
-from maxmeg.ops.experts.dispatch import pad_experts, spread
-from maxmeg.ops.experts.exchange import (
+from maxmeg.distributed.experts.exchange import (
     Blocks,
     Exchange,
     Route,
@@ -24,6 +23,7 @@ from maxmeg.ops.experts.exchange import (
     plan_of,
     run_rounds,
 )
+from maxmeg.ops.experts.dispatch import pad_experts, spread
 from maxmeg.ops.experts.routing import Routing, RoutingSpec
 from maxmeg.parallel import collectives
 from maxmeg.parallel.maxima import used_twice

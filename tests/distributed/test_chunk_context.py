@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from ops.chunk_scan_cases import TOLERANCE, Case, arrays_of, error, expected, slopes_of
 
-from maxmeg.ops.chunk_context import chunk_scan_over_context
+from maxmeg.distributed.chunk_context import chunk_scan_over_context
 from maxmeg.ops.chunk_scan import ScanSpec
 from maxmeg.parallel.mesh import AXES, CONTEXT_AXES, make_mesh
 from maxmeg.parallel.sequence import context_order

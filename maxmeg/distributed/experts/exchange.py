@@ -18,8 +18,9 @@ from jax import lax
 from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float, Int
 
+from maxmeg.distributed.experts import packed
+from maxmeg.distributed.experts.packed import Rows, Send
 from maxmeg.ops.broadcast import never
-from maxmeg.ops.experts import packed
 from maxmeg.ops.experts.dispatch import (
     Order,
     capacity_of,
@@ -30,7 +31,6 @@ from maxmeg.ops.experts.dispatch import (
     sort_by_expert,
     spread,
 )
-from maxmeg.ops.experts.packed import Rows, Send
 from maxmeg.ops.quantized import Recipe
 from maxmeg.parallel import collectives
 from maxmeg.parallel.maxima import combine, used_twice
@@ -125,8 +125,8 @@ def kept_weights(weights_R: jax.Array, nodes: int) -> jax.Array:
 class Route(NamedTuple):
     """The way of a round's rows to the devices of their experts, and back.
 
-    order: of the rows that this device sends. recipe: of 8-bit rows (ops/experts/packed.py); None:
-    rows have the dtype of the tokens.
+    order: of the rows that this device sends. recipe: of 8-bit rows (packed.py); None: rows have
+    the dtype of the tokens.
     """
 
     order: Order

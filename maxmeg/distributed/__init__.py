@@ -1,0 +1,1 @@
+"""Algorithms over several devices: attention over context shards, exchange of experts' tokens."""

@@ -1,0 +1,1 @@
+"""Tokens on their way to experts on other devices, and back."""

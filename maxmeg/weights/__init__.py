@@ -1,0 +1,1 @@
+"""Weights that compute, made of those that are stored: cast, gathered, fused, in 8-bit codes."""
