@@ -32,10 +32,10 @@ def main(options: Options) -> None:
     devices = jax.devices()
     matrix = options.matrix or (1024 if devices[0].platform == "cpu" else 8192)
     local = [speeds(device, matrix, options.size_mb) for device in jax.local_devices()]
-    found = np.asarray([[each.tflops, each.copy_gb] for each in local])
-    found = np.asarray(multihost_utils.process_allgather(found)).reshape(-1, 2)
+    table = np.asarray([[each.tflops, each.copy_gb] for each in local])
+    table = np.asarray(multihost_utils.process_allgather(table)).reshape(-1, 2)
     bandwidth = all_reduce_gb(options.size_mb) if len(devices) > 1 else None
-    all_speeds = [Speeds(*row) for row in found.tolist()]
+    all_speeds = [Speeds(*row) for row in table.tolist()]
     problems = list(slow_devices(all_speeds, devices[0].device_kind))
     if multihost.is_primary():
         print("\n\n".join([*environment(), measured(all_speeds, bandwidth, devices[0])]))
@@ -45,10 +45,10 @@ def main(options: Options) -> None:
         raise SystemExit(1)
 
 
-def measured(found: list[Speeds], bandwidth: float | None, device: Any) -> str:
+def measured(speeds: list[Speeds], bandwidth: float | None, device: Any) -> str:
     """A table of the slowest and the median device, and the all-reduce."""
     rows = [["measured", "slowest", "median", "datasheet"]]
-    for name, unit, values, peak in kinds(found, device.device_kind):
+    for name, unit, values, peak in kinds(speeds, device.device_kind):
         numbers = [min(values), statistics.median(values)]
         rows.append([f"  {name}, {unit}", *(f"{x:,.4g}" for x in numbers), f"{peak or '-'}"])
     if bandwidth is not None:

@@ -46,11 +46,11 @@ def main(options: Options) -> None:
     trained = load_chosen(options)
     if options.tasks:
         limits = options.batch_size, options.limit
-        own = [*filter(is_task, options.tasks)]
-        if options.shots >= 0 and len(own) == len(options.tasks):
-            raise ValueError(f"shots={options.shots}: {', '.join(own)} have no examples: omit it")
-        if own:
-            print(*run_zero_shot(trained, own, *limits), sep="\n")
+        tasks = [*filter(is_task, options.tasks)]
+        if options.shots >= 0 and len(tasks) == len(options.tasks):
+            raise ValueError(f"shots={options.shots}: {', '.join(tasks)} have no examples: omit it")
+        if tasks:
+            print(*run_zero_shot(trained, tasks, *limits), sep="\n")
         if harness := [name for name in options.tasks if not is_task(name)]:
             shots = None if options.shots < 0 else options.shots
             print(run_tasks(trained, harness, options.batch_size, shots, options.limit or None))
@@ -63,7 +63,7 @@ def print_loss(trained: Trained, options: Options) -> None:
     index = SPLITS.index(options.split)
     origin = Origin.of_checkpoint(trained.step, trained.metadata)
     schedules = Schedules(config, origin=origin)
-    asked = samples_asked(config, index, schedules, trained.metadata.get("data_order", ()))
+    sample_range = samples_asked(config, index, schedules, trained.metadata.get("data_order", ()))
     last = max(trained.step - 1, 0)
     first = schedules.evaluation_start(last) if SPLITS[index] == "validation" else 0
     config.train.global_batch_size = options.batch_size
@@ -84,7 +84,7 @@ def print_loss(trained: Trained, options: Options) -> None:
         index,
         config.seed,
         config.model.vocab_size,
-        asked if is_part else None,
+        sample_range if is_part else None,
         cache_folder(config.data, options.run_dir),
     )
     if data is None:

@@ -47,9 +47,9 @@ def main(options: Options) -> None:
     searcher = Searcher(trained, pooling)
     data = trained.config.data
     passages = open_passages(options.corpus, data, trained.tokenizer)
-    queries, own = [*options.query], None
+    queries, right_rows = [*options.query], None
     if options.queries:
-        queries, own = read_queries(options.queries, passages)
+        queries, right_rows = read_queries(options.queries, passages)
     folder = options.index or os.path.join(options.run_dir, "index")
     index = searcher.index(folder, passages, options.run_dir)
     rows, width = index.vectors.shape
@@ -58,16 +58,16 @@ def main(options: Options) -> None:
         return
     vectors, count = searcher.queries(queries), options.count
     if options.faiss:
-        scores, found = faiss_search(index, vectors, count, options.faiss)
+        scores, numbers = faiss_search(index, vectors, count, options.faiss)
     else:
-        scores, found = index.search(vectors, count)
+        scores, numbers = index.search(vectors, count)
     if options.output:
-        write(options.output, queries, scores, found, passages)
-    if own is not None:
-        for top, share in recall(found, own, [n for n in TOPS if n <= count]).items():
+        write(options.output, queries, scores, numbers, passages)
+    if right_rows is not None:
+        for top, share in recall(numbers, right_rows, [n for n in TOPS if n <= count]).items():
             say(f"recall@{top} {100 * share:.2f} % of {len(queries):,} queries")
     elif not options.output:
-        show(queries, scores, found, passages)
+        show(queries, scores, numbers, passages)
 
 
 def results(scores: np.ndarray, rows: np.ndarray, passages: Passages) -> list[dict]:
@@ -78,15 +78,15 @@ def results(scores: np.ndarray, rows: np.ndarray, passages: Passages) -> list[di
 def write(path: str, queries: list[str], scores, rows, passages: Passages) -> None:
     """Write one JSON line per query."""
     with Path(path).open("w", encoding="utf-8") as file:
-        for query, *found in zip(queries, scores, rows, strict=True):
-            record = {"query": query, "results": results(found[0], found[1], passages)}
+        for query, *columns in zip(queries, scores, rows, strict=True):
+            record = {"query": query, "results": results(columns[0], columns[1], passages)}
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
 def show(queries: list[str], scores, rows, passages: Passages) -> None:
-    for query, *found in zip(queries, scores, rows, strict=True):
+    for query, *columns in zip(queries, scores, rows, strict=True):
         say(query)
-        for result in results(found[0], found[1], passages):
+        for result in results(columns[0], columns[1], passages):
             text = " ".join(result["text"].split())
             shown = f"{text[:SHOWN]}..." if len(text) > SHOWN else text
             say(f"{result['score']:.3f}  row {result['row']}  {shown}")

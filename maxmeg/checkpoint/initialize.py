@@ -246,13 +246,13 @@ def random_array(name: str, sharding, config: Config) -> jax.Array:
     return jax.jit(init, out_shardings=sharding)(key)
 
 
-def with_new_rows(table_VD: jax.Array, name: str, known: int, config: Config) -> jax.Array:
+def with_new_rows(table_VD: jax.Array, name: str, old_rows: int, config: Config) -> jax.Array:
     """Return the vocabulary table with random rows, by the run's seed, from row `known`."""
 
     def grow(table_VD, key):
         fresh_VD = to_arrays({"model": LM(key, config.model, config.parallel)})[name]
         rows_V1 = jnp.arange(fresh_VD.shape[0])[:, None]
-        return jnp.where(rows_V1 < known, table_VD, fresh_VD)
+        return jnp.where(rows_V1 < old_rows, table_VD, fresh_VD)
 
     key = split(jax.random.key(config.seed), 2)[0]
     return jax.jit(grow, out_shardings=table_VD.sharding)(table_VD, key)

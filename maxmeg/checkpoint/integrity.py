@@ -75,8 +75,8 @@ def flatten(tree: Mapping[str, Any], prefix: tuple[str, ...] = ()) -> dict[str, 
 
 def some(texts: Sequence[str], between: str = ", ", most: int = 8) -> str:
     """Join the first few texts, and say how many more there are."""
-    more = f"{between}and {len(texts) - most} more" if len(texts) > most else ""
-    return between.join(texts[:most]) + more
+    ending = f"{between}and {len(texts) - most} more" if len(texts) > most else ""
+    return between.join(texts[:most]) + ending
 
 
 def _words(x: jax.Array) -> jax.Array:
@@ -217,12 +217,12 @@ def verify_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None
         try:
             now = _checksum(folder / name)
         except FileNotFoundError:
-            found = "is missing"
+            difference = "is missing"
         else:
             if now == (size, crc):
                 return ""
-            found = f"has CRC-32 {now[1]} and {now[0]} bytes instead of {crc} and {size}"
-        return f"{_held(folder, manifest, name)} {found}"
+            difference = f"has CRC-32 {now[1]} and {now[0]} bytes instead of {crc} and {size}"
+        return f"{_held(folder, manifest, name)} {difference}"
 
     with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         problems = [text for text in pool.map(problem, names) if text]
@@ -237,8 +237,8 @@ def verify_sizes(folder: Path, manifest: Manifest, names: Iterable[str]) -> None
 
     def problem(name: str) -> str:
         size, wanted = sizes.get(name), manifest.files[name][0]
-        found = "is missing" if size is None else f"has {size} bytes, not {wanted}"
-        return "" if size == wanted else f"{_held(folder, manifest, name)} {found}"
+        difference = "is missing" if size is None else f"has {size} bytes, not {wanted}"
+        return "" if size == wanted else f"{_held(folder, manifest, name)} {difference}"
 
     if problems := [text for text in map(problem, names) if text]:
         raise CorruptCheckpointError(some(problems, "; "))

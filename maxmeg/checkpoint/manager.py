@@ -193,7 +193,7 @@ class Checkpointer:
         while steps:
             step, steps = steps[-1], steps[:-1]
             try:
-                found = use(step, self.manifest(step))
+                restored = use(step, self.manifest(step))
             except (CorruptCheckpointError, FileNotFoundError, NoCheckpointError) as error:
                 now = self.processes.broadcast("steps", self.steps)
                 if step not in now or now[-1] > listed[-1]:  # a run deletes it, or soon will
@@ -209,7 +209,7 @@ class Checkpointer:
                 continue
             if problems:
                 self._alarm("USED THE OLDER STEP %d of %s instead", step, self.folder)
-            return found
+            return restored
         if problems:
             raise CorruptCheckpointError(
                 f"all {len(problems)} checkpoints in {self.folder} are damaged: "
@@ -296,10 +296,10 @@ class Checkpointer:
     def _newest(self) -> str:
         """Return "step N" for the newest step that is not known to be damaged, or "unknown"."""
         try:
-            kept = [step for step in self.steps() if step not in self._corrupt]
+            steps = [step for step in self.steps() if step not in self._corrupt]
         except OSError:
-            kept = []
-        return f"step {kept[-1]}" if kept else "unknown"
+            steps = []
+        return f"step {steps[-1]}" if steps else "unknown"
 
     def _failed(self, step: int, error: Exception, saving: "list[Saving]") -> bool:
         self.last_error = error

@@ -59,8 +59,8 @@ def sizes_of(folder: Path, names: Iterable[str] | None = None) -> dict[str, int]
     are missing are left out."""
     if is_remote(folder):
         files, root = file_system(os.fspath(folder))
-        found = files.find(root, detail=True).items()
-        sizes = {os.path.relpath(name, root): int(each["size"]) for name, each in found}
+        entries = files.find(root, detail=True).items()
+        sizes = {os.path.relpath(name, root): int(each["size"]) for name, each in entries}
         return sizes if names is None else {name: sizes[name] for name in names if name in sizes}
     if names is None:
         files = (path for path in folder.rglob("*") if path.is_file())

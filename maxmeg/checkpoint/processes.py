@@ -112,8 +112,10 @@ class Processes:
         timeout = self.timeout_seconds * 1000
         client.key_value_set(f"{here}/{self.index}", json.dumps([problem, payload]))
         if not self.primary:
-            found, first = json.loads(client.blocking_key_value_get(f"{here}/all", 2 * timeout))
-            return found and Problem(*found), [first]
+            worst_problem, first = json.loads(
+                client.blocking_key_value_get(f"{here}/all", 2 * timeout)
+            )
+            return worst_problem and Problem(*worst_problem), [first]
         problems, payloads = {}, []
         for index in range(self.count):
             try:
@@ -124,11 +126,11 @@ class Processes:
             if answer[0]:
                 problems[index] = Problem(*answer[0])
             payloads.append(answer[1])
-        found = worst(problems)
-        client.key_value_set(f"{here}/all", json.dumps([found, payload]))
+        worst_problem = worst(problems)
+        client.key_value_set(f"{here}/all", json.dumps([worst_problem, payload]))
         if number:  # all processes have read the previous round
             client.key_value_delete(f"{channel}/{number - 1}")
-        return found, payloads
+        return worst_problem, payloads
 
 
 class Problem(NamedTuple):

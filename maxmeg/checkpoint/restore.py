@@ -85,13 +85,13 @@ def _sharding(leaf: jax.ShapeDtypeStruct, shape: tuple[int, ...], axis: int | No
 
 def _resize(x: jax.Array, leaf: jax.ShapeDtypeStruct, axis: int, path: str) -> jax.Array:
     size = leaf.shape[axis]
-    kept = min(size, x.shape[axis])
+    overlap = min(size, x.shape[axis])
 
     def cut_or_fill(x):
         x = to_device(x)
-        dropped = jax.lax.slice_in_dim(x, kept, x.shape[axis], axis=axis)
-        padding = [(0, size - kept if i == axis else 0, 0) for i in range(x.ndim)]
-        whole = jax.lax.slice_in_dim(x, 0, kept, axis=axis)
+        dropped = jax.lax.slice_in_dim(x, overlap, x.shape[axis], axis=axis)
+        padding = [(0, size - overlap if i == axis else 0, 0) for i in range(x.ndim)]
+        whole = jax.lax.slice_in_dim(x, 0, overlap, axis=axis)
         zero = jnp.zeros((), x.dtype)
         return jax.lax.pad(whole, zero, padding), jnp.all(dropped == 0)
 

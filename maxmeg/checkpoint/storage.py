@@ -297,8 +297,8 @@ def create_array(
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(chunk)}},
         "codecs": list(codecs),
     }
-    how = {"assume_metadata": True} if described else {"create": True}
-    return _open(folder, path, metadata=metadata, **how)
+    options = {"assume_metadata": True} if described else {"create": True}
+    return _open(folder, path, metadata=metadata, **options)
 
 
 def encoded(values: np.ndarray, shape: tuple[int, ...]) -> bytes:
@@ -313,9 +313,9 @@ def open_array(folder: Path, path: str, info: TensorInfo) -> Any:
     """Open a tensor for `read_block`; CorruptCheckpointError if it is not of dtype and shape."""
     array = _open(folder, path)
     if array.shape != info.shape or array.dtype.numpy_dtype != info.dtype:
-        found = f"{array.dtype.name}{list(array.shape)}"
+        stored = f"{array.dtype.name}{list(array.shape)}"
         raise CorruptCheckpointError(
-            f"{folder / tensor_folder(path) / 'zarr.json'} describes {found}, not the {info} that "
+            f"{folder / tensor_folder(path) / 'zarr.json'} describes {stored}, not the {info} that "
             "the manifest names"
         )
     return array

@@ -197,8 +197,8 @@ class StreamReader:
         for rows, block in _blocks(opened, info):
             sums += integrity.digest_piece(block, _numbers((), info.shape, rows.start))
             yield block
-        found = {path: integrity.render_digest(sums)}
-        integrity.verify_digests(self._folder, self._manifest, found)
+        digests = {path: integrity.render_digest(sums)}
+        integrity.verify_digests(self._folder, self._manifest, digests)
 
     def verify_files(self, paths: Iterable[str]) -> None:
         """CorruptCheckpointError if files of these tensors are damaged; reads each file once."""
@@ -233,8 +233,8 @@ class StreamReader:
             block = block.reshape((*(1 for _ in lead), *_block_shape(array.shape, rows)))
             sums += integrity.digest_piece(block, _numbers(lead, array.shape, rows.start))
         if len(done) == _num_pieces(info, done):
-            found = {path: integrity.render_digest(sums)}
-            integrity.verify_digests(self._folder, self._manifest, found)
+            digests = {path: integrity.render_digest(sums)}
+            integrity.verify_digests(self._folder, self._manifest, digests)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -87,17 +87,17 @@ def owner_problems(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str
 def strategy_problems(model: ModelConfig, parallel: ParallelConfig, tensor: int) -> Iterator[str]:
     context, inner, heads = parallel.context, parallel.context_inner, model.attention.num_heads
     setting = f"parallel.context_strategy={parallel.context_strategy}"
-    named, there = strategies(parallel.context_strategy), [k for k in KINDS if model.has(k)]
+    named, mixers = strategies(parallel.context_strategy), [k for k in KINDS if model.has(k)]
     for kind, name in named.items():
         if name not in STRATEGIES:
             yield (
                 f"{setting}: {name!r} is not a strategy; nearest are "
                 f"{nearest_few(name, STRATEGIES)}"
             )
-        if kind and kind not in there:
+        if kind and kind not in mixers:
             yield (
                 f"{setting}: model.layers={model.layers!r} has no mixer {kind!r}; those that "
-                f"attend are {', '.join(there) or 'none'}"
+                f"attend are {', '.join(mixers) or 'none'}"
             )
     if inner and "hierarchy" not in named.values():
         yield (

@@ -67,14 +67,14 @@ def to_yaml(config: Config, changed: bool = False) -> str:
 
 def _changed(values, defaults):
     """Return the items of a nested dict that differ from those of another."""
-    kept = {}
+    changed = {}
     for name, value in values.items():
         default = defaults.get(name)
         if isinstance(value, dict) and default is not None:
             value, default = _changed(value, default), {}
         if value != default:
-            kept[name] = value
-    return kept
+            changed[name] = value
+    return changed
 
 
 def save(config: Config, path: str | os.PathLike) -> None:
@@ -159,19 +159,19 @@ def _values(section, prefix=""):
 
 def leaves(section: type, prefix: str = "") -> dict[str, typing.Any]:
     """Return the type of every field below a section, by dotted path; of absent sections too."""
-    found: dict[str, typing.Any] = {}
+    kinds: dict[str, typing.Any] = {}
     for (field, is_section), kind in zip(
         declarations(section), fields(section).values(), strict=True
     ):
         path = f"{prefix}{field.name}"
-        found |= leaves(field.metadata["section"], path + ".") if is_section else {path: kind}
-    return found
+        kinds |= leaves(field.metadata["section"], path + ".") if is_section else {path: kind}
+    return kinds
 
 
 def _check_name(name, kinds, prefix):
     if name not in kinds:
-        known = [prefix + field for field in kinds] + list(leaves(Config))
-        raise ValueError(unknown_field(f"{prefix}{name}", known))
+        names = [prefix + field for field in kinds] + list(leaves(Config))
+        raise ValueError(unknown_field(f"{prefix}{name}", names))
 
 
 def _section(section, values, prefix):

@@ -67,8 +67,8 @@ def describe(
             value, field = declared[path]
             lines.append(_brief(path, values.text(value), field.metadata["doc"]))
     counts = ", ".join(f"{name} {count}" for name, count in _groups().items())
-    more = f"All settings: --help=all. Those of a group: --help=GROUP, one of {counts}."
-    return "\n".join([*lines, "", *textwrap.wrap(more, WIDTH)])
+    hint = f"All settings: --help=all. Those of a group: --help=GROUP, one of {counts}."
+    return "\n".join([*lines, "", *textwrap.wrap(hint, WIDTH)])
 
 
 def _groups() -> dict[str, int]:

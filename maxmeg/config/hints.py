@@ -136,8 +136,8 @@ def nearest(name: str, paths: Iterable[str]) -> str | None:
     section, _, last = name.replace("-", "_").lower().rpartition(".")
     named = [path for path in paths if path.rpartition(".")[2] == last]
     same = [path for path, names in SYNONYMS.items() if last in names.split() and path in paths]
-    known = section and any(path.startswith(f"{section}.") for path in paths)
-    same = [*named, *same] if known else [*same, *named]
+    has_section = section and any(path.startswith(f"{section}.") for path in paths)
+    same = [*named, *same] if has_section else [*same, *named]
     same.sort(key=lambda path: path.rpartition(".")[0] != section)
     return next(iter(same + difflib.get_close_matches(name, paths, 1, 0.6)), None)
 

@@ -83,10 +83,10 @@ def parse(pattern: str, num_layers: int) -> tuple[Layer, ...]:
                 f"{further[0]!r}"
             )
         unknown = [letter for letter in dict.fromkeys(pattern) if letter not in {*HYBRID, "|"}]
-        known = ", ".join(f"{letter} ({name})" for letter, name in HYBRID.items())
+        letters = ", ".join(f"{letter} ({name})" for letter, name in HYBRID.items())
         raise ValueError(
             f"model.layers={pattern!r} has the letters {' '.join(unknown)}, which no mixer has: "
-            f"use {known}, and | between the stages of a pipeline"
+            f"use {letters}, and | between the stages of a pipeline"
         )
     parser = _Parser(pattern)
     before, repeated, after = parser.stack()
@@ -229,9 +229,9 @@ class _Parser:
 
     def error(self, expected: str) -> ValueError:
         position = self.tokens[self.at][0] if self.token else len(self.pattern)
-        found = repr(self.token) if self.token else "its end"
+        place = repr(self.token) if self.token else "its end"
         return ValueError(
-            f"model.layers={self.pattern!r} cannot be read at character {position + 1}, {found}: "
+            f"model.layers={self.pattern!r} cannot be read at character {position + 1}, {place}: "
             f"expected {expected}"
         )
 
@@ -354,8 +354,8 @@ class Place:
 
 def places(groups: Groups) -> list[Place]:
     """Return the place of every layer, in model order."""
-    found = []
+    places = []
     for number, (unit, repeats) in enumerate(groups):
         firsts = [sum(map(len, unit[:i])) for i in range(len(unit))]
-        found += [Place(number, repeat, first) for repeat in range(repeats) for first in firsts]
-    return found
+        places += [Place(number, repeat, first) for repeat in range(repeats) for first in firsts]
+    return places

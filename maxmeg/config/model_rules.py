@@ -133,9 +133,9 @@ def unread_problems(model: ModelConfig) -> Iterator[str]:
         if model.has(*mixers):
             continue
         value = get(model, group)
-        found = list(walk(value, f"model.{group}.")) if is_dataclass(value) else []
-        found = found or [(f"model.{group}", value, field_of(model, group))]
-        changed = [shown(path, leaf) for path, leaf, field in found if leaf != field.default]
+        leaves = list(walk(value, f"model.{group}.")) if is_dataclass(value) else []
+        leaves = leaves or [(f"model.{group}", value, field_of(model, group))]
+        changed = [shown(path, leaf) for path, leaf, field in leaves if leaf != field.default]
         if changed:
             yield (
                 f"{', '.join(changed)}: no layer of model.layers={model.layers!r} reads "
@@ -337,7 +337,7 @@ def mla_problems(model: ModelConfig) -> Iterator[str]:
 
 def moe_problems(model: ModelConfig) -> Iterator[str]:
     moe = model.moe
-    experts, groups, kept = moe.num_experts, moe.num_groups, moe.topk_groups
+    experts, groups, chosen = moe.num_experts, moe.num_groups, moe.topk_groups
     if not 1 <= moe.top_k <= experts:
         yield f"model.moe.top_k={moe.top_k} must be from 1 to num_experts={experts}"
     if groups < 1 or experts % groups:
@@ -345,9 +345,9 @@ def moe_problems(model: ModelConfig) -> Iterator[str]:
             f"model.moe.num_groups={groups} does not divide num_experts={experts}: choose it in "
             f"{divisors(experts)}"
         )
-    elif not 1 <= kept <= groups or moe.top_k > kept * (experts // groups):
+    elif not 1 <= chosen <= groups or moe.top_k > chosen * (experts // groups):
         yield (
-            f"model.moe.topk_groups={kept} of num_groups={groups}, each of {experts // groups} "
+            f"model.moe.topk_groups={chosen} of num_groups={groups}, each of {experts // groups} "
             f"experts, must hold top_k={moe.top_k}: choose more groups, at most {groups}"
         )
     elif not 0 <= moe.group_score_topk <= experts // groups:

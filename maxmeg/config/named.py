@@ -40,8 +40,8 @@ def load_config(value: str) -> Config:
         return files.load(path / files.CONFIG_FILE)
     if argument or path.exists() or len(path.parts) != 1:
         file = pathlib.Path(f"{name}.py")
-        known = file.is_file() or (file.parent == _FOLDER and file.stem in built_in())
-        hint = f"did you mean --config={file}?" if known else f"name one such as {EXAMPLES}"
+        exists = file.is_file() or (file.parent == _FOLDER and file.stem in built_in())
+        hint = f"did you mean --config={file}?" if exists else f"name one such as {EXAMPLES}"
         raise ValueError(
             f"--config={value} is no built-in configuration, architecture, run folder, .yaml or "
             f".py file (working folder {os.getcwd()}): {hint}{hub_command(value)}"

@@ -42,12 +42,12 @@ def relocated(config: Config, folder: str | os.PathLike) -> Config:
     if not os.path.isabs(before) or before == now:
         return copy.deepcopy(config)
 
-    def found(path: str) -> str:
+    def new_place(path: str) -> str:
         moved = path_after_move(path, before, now)
         inside = pathlib.Path(path).is_relative_to(before)
         return moved if inside or (not _exists(path) and _exists(moved)) else path
 
-    return with_paths(config, found)
+    return with_paths(config, new_place)
 
 
 def path_after_move(path: str, before: str, now: str) -> str:

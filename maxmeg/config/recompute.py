@@ -81,11 +81,11 @@ def offloaded_alone(recompute: str) -> frozenset[str]:
 
 def recompute_problems(recompute: str) -> list[str]:
     """Return a message for each word of `model.recompute` that is not a policy or a name."""
-    known = (*POLICIES, *NAMES)
+    words = (*POLICIES, *NAMES)
     return [
         f"model.recompute={recompute}: {word!r} is neither a policy ({', '.join(POLICIES)}) nor an "
-        f"activation that can be kept; nearest are {nearest_few(word, known)}, and activations are "
+        f"activation that can be kept; nearest are {nearest_few(word, words)}, and activations are "
         f"{', '.join(NAMES)}"
         for word in recompute.split(",")
-        if word.removeprefix(OFFLOAD) not in known
+        if word.removeprefix(OFFLOAD) not in words
     ]

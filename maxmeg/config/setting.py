@@ -221,5 +221,5 @@ def _holds(section: typing.Any, condition: str) -> bool:
 def divisors(number: int, at_most: int = 0) -> str:
     """Return the divisors of a number, up to `at_most` if it is given, as text: "1, 2, 3, 6"."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    found = {*small, *(number // d for d in small)}
-    return ", ".join(str(d) for d in sorted(found) if d <= (at_most or number))
+    divisors = {*small, *(number // d for d in small)}
+    return ", ".join(str(d) for d in sorted(divisors) if d <= (at_most or number))

@@ -36,12 +36,12 @@ def source_problems(model: ModelConfig) -> Iterator[str]:
     if not model.has_source:
         return
     yield from retro_problems(model) if is_retro else side_problems(model)
-    known = (*ENCODER, *(RETRO_DECODER if is_retro else DECODER))
+    mixers = (*ENCODER, *(RETRO_DECODER if is_retro else DECODER))
     for kind in dict.fromkeys(model.layer_kinds):
-        if others := [name for name in sum(kind, ()) if name not in known]:
+        if others := [name for name in sum(kind, ()) if name not in mixers]:
             yield (
                 f"model.layers={model.layers!r} has {', '.join(others)} in an encoder-decoder, "
-                f"whose mixers are {', '.join(known)}: use these"
+                f"whose mixers are {', '.join(mixers)}: use these"
             )
     rotary = model.position is Position.rotary and not is_retro
     for path, broken, remedy in (

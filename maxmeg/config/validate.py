@@ -61,11 +61,11 @@ def axis_sizes(parallel: ParallelConfig, num_devices: int, platform: str = "") -
     if total != num_devices:
         shown = " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
         needed = math.prod(max(size, 1) for size in sizes.values())
-        there = f"JAX sees {num_devices} {platform}" if platform else f"there are {num_devices}"
+        devices = f"JAX sees {num_devices} {platform}" if platform else f"there are {num_devices}"
         virtual = f"; on a CPU: XLA_FLAGS={VIRTUAL_DEVICES}={needed}" * (platform == "cpu")
         raise ValueError(
             f"the mesh {shown or 'of size 1'} needs {needed} devices"
-            f"{' or a multiple' * (sizes['fsdp'] == 0)}, {there}: set sizes of config.parallel "
+            f"{' or a multiple' * (sizes['fsdp'] == 0)}, {devices}: set sizes of config.parallel "
             f"whose product is {num_devices} (fsdp=0 takes what the others leave){virtual}"
         )
     return sizes
@@ -303,8 +303,8 @@ def objective_problems(data: DataConfig):
     if is_masked and data.order is not DataOrder.megatron:
         yield f"data.order={data.order.value} is not for data.objective={name}: set order=megatron"
     if is_masked and not (data.names_corpus or data.builtin is Builtin.sentences):
-        how = "of `maxmeg preprocess --split_sentences`, or data.builtin=sentences"
-        yield f"data.objective={name} needs a corpus of sentences: set data.paths=PREFIX {how}"
+        source = "of `maxmeg preprocess --split_sentences`, or data.builtin=sentences"
+        yield f"data.objective={name} needs a corpus of sentences: set data.paths=PREFIX {source}"
     if data.objective is Objective.seq2seq and (data.blend or not (data.paths or data.train_paths)):
         yield "data.objective=seq2seq needs aligned corpora: set data.paths=SOURCE,TARGET"
     if data.blend_changes and is_whole:

@@ -163,11 +163,11 @@ class HarnessModel:
 
     def encode_pair(self, context: str, following: str) -> Pair:
         """Tokenize context and continuation together; split after the tokens of the context."""
-        kept = context.rstrip()
-        following = context[len(kept) :] + following
-        if kept:
-            before = self.encode(kept)
-            whole = self.encode(kept + following)
+        stripped = context.rstrip()
+        following = context[len(stripped) :] + following
+        if stripped:
+            before = self.encode(stripped)
+            whole = self.encode(stripped + following)
         else:
             before, ids = [self.prefix], self.trained.tokenizer.encode(following).tolist()
             whole = ids if ids[:1] == before else before + ids

@@ -92,8 +92,8 @@ def wikitext(model: HarnessModel, path: str, limit: int = 0, stride: int = 32) -
     scored = sum(len(following) for _, following in pairs)
     ratio = (len(ids) - 1) / (num_words - 1)
     means = {"token_perplexity": nats / scored, "word_perplexity": nats / scored * ratio}
-    found = {name: math.exp(min(value, 700)) for name, value in means.items()}
-    return found | {"tokens": scored, "tokens_per_word": ratio}
+    perplexities = {name: math.exp(min(value, 700)) for name, value in means.items()}
+    return perplexities | {"tokens": scored, "tokens_per_word": ratio}
 
 
 TASKS: dict[str, Callable[..., dict[str, float]]] = {"lambada": lambada, "wikitext": wikitext}

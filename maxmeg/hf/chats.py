@@ -20,8 +20,8 @@ def replace_chat_template(folder: Path, text: str) -> None:
     (folder / "chat_template.jinja").write_text(text, "utf-8")
     settings = folder / "tokenizer_config.json"
     if settings.exists():
-        kept = {k: value for k, value in read_json(settings).items() if k != "chat_template"}
-        settings.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", "utf-8")
+        entries = {k: value for k, value in read_json(settings).items() if k != "chat_template"}
+        settings.write_text(json.dumps(entries, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 
 def write_ends(folder: Path, described: Mapping[str, typing.Any], config: Config) -> None:

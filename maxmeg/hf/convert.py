@@ -80,12 +80,12 @@ def with_tokenizer(source: Source, path: str | os.PathLike[str]) -> Source:
     path = Path(path)
     if path.name != "tokenizer.json" or not path.is_file():
         raise ValueError(f"--tokenizer={path}: give a tokenizer.json, or KIND:FILE")
-    kept = [file for file in source.files if not any(map(file.match, TOKENIZER_FILES))]
+    files_of_model = [file for file in source.files if not any(map(file.match, TOKENIZER_FILES))]
     patterns = TOKENIZER_FILES
-    if not any(file.name == GENERATION for file in kept):  # it names the end tokens
+    if not any(file.name == GENERATION for file in files_of_model):  # it names the end tokens
         patterns = [*patterns, GENERATION]
     new = [file for pattern in patterns for file in sorted(path.parent.glob(pattern))]
-    files = (*kept, *(file for file in new if file.is_file()))
+    files = (*files_of_model, *(file for file in new if file.is_file()))
     return dataclasses.replace(source, files=files, texts={})
 
 
@@ -208,7 +208,7 @@ def _write_folder(
 ) -> Report:
     """Write a model, and copy the small files in `folder`. form: dtype of the tensors, largest
     size of a shard in bytes, and format of the layers' matrices."""
-    config, model, (dtype, max_shard_bytes, how) = trained.config, trained.model, form
+    config, model, (dtype, max_shard_bytes, quantize) = trained.config, trained.model, form
     carried = carried_config(folder)
     family = choose_family(model, carried, family)
     model = families.with_writable_mtp(model, family)
@@ -219,8 +219,8 @@ def _write_folder(
     described.pop("torch_dtype", None)
     bindings = families.bindings(model, family)
     quantized = None
-    if how is not Quantize.none:
-        quantized = QuantizedWeights(how, model, bindings, family, trained.read)
+    if quantize is not Quantize.none:
+        quantized = QuantizedWeights(quantize, model, bindings, family, trained.read)
         described[QUANTIZATION] = quantized.settings()
     tensors = {}
     for b in bindings:
@@ -254,7 +254,7 @@ def _write_folder(
     text = json.dumps(described, indent=2, sort_keys=True) + "\n"
     (target / "config.json").write_text(text, "utf-8")
     matched = [(binding.theirs, binding) for binding in bindings]
-    notes += notes_of(config.train.quantization.recipe, how)
+    notes += notes_of(config.train.quantization.recipe, quantize)
     report = _report(family, matched, config.data.tokenizer, notes)
     loaded_by = f"transformers.{family}.from_pretrained('{target}')"
     return dataclasses.replace(report, loaded_by=f"vllm serve {target}" if quantized else loaded_by)

@@ -129,16 +129,18 @@ def metadata(model: ModelConfig, name: str) -> Fields:
     family = gguf.FAMILIES[name]
     config = families.hf_config(model, family.name)
     config |= {"head_dim": model.head_size, "num_key_value_heads": model.kv_heads}
-    own = {key: config[hf] for key, hf in family.keys.items() if config.get(hf) is not None}
-    own = {key: float(np.float32(v)) if isinstance(v, float) else v for key, v in own.items()}
-    own |= {"vocab_size": model.vocab_size, "rope.dimension_count": model.head_size}
-    own |= {"attention.value_length": model.head_size}
+    entries = {key: config[hf] for key, hf in family.keys.items() if config.get(hf) is not None}
+    entries = {
+        key: float(np.float32(v)) if isinstance(v, float) else v for key, v in entries.items()
+    }
+    entries |= {"vocab_size": model.vocab_size, "rope.dimension_count": model.head_size}
+    entries |= {"attention.value_length": model.head_size}
     rotary = model.rotary
     if rotary.scaling in (RotaryScaling.linear, RotaryScaling.yarn):
-        own |= {"rope.scaling.type": rotary.scaling.value, "rope.scaling.factor": rotary.factor}
+        entries |= {"rope.scaling.type": rotary.scaling.value, "rope.scaling.factor": rotary.factor}
         if rotary.scaling is RotaryScaling.yarn:
-            own["rope.scaling.original_context_length"] = rotary.original_length
-    fields = {f"{name}.{key}": value for key, value in own.items()}
+            entries["rope.scaling.original_context_length"] = rotary.original_length
+    fields = {f"{name}.{key}": value for key, value in entries.items()}
     described, _ = gguf.describe(
         {"general.architecture": name} | fields, model.vocab_size, model.tied, rotary_factors(model)
     )

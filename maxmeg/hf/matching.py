@@ -56,10 +56,12 @@ def match(weights: Weights, model: ModelConfig, family: str) -> Pairs:
     The repetition of a tied tensor must be equal to it.
     """
     names: dict[str, str] = {}
-    for name, known in families.canonical_names(weights.tensors, family).items():
-        if known in names:
-            raise ValueError(f"{names[known]} and {name} are both {known}: remove one of them")
-        names[known] = name
+    for name, canonical in families.canonical_names(weights.tensors, family).items():
+        if canonical in names:
+            raise ValueError(
+                f"{names[canonical]} and {name} are both {canonical}: remove one of them"
+            )
+        names[canonical] = name
     for alias, original in families.aliases(model, family).items():
         if alias in names and original in names:
             _check_equal(weights, names.pop(alias), names[original])
@@ -69,18 +71,18 @@ def match(weights: Weights, model: ModelConfig, family: str) -> Pairs:
     problems = []
     if missing := [name for name in bindings if name not in names]:
         problems.append(f"{len(missing)} tensors are missing: {some(missing)}")
-    if extra := [name for known, name in names.items() if known not in bindings]:
+    if extra := [name for canonical, name in names.items() if canonical not in bindings]:
         problems.append(f"{len(extra)} tensors do not belong to a {family}: {some(extra)}")
-    for known, binding in bindings.items():
-        info = weights.tensors[names[known]] if known in names else None
+    for canonical, binding in bindings.items():
+        info = weights.tensors[names[canonical]] if canonical in names else None
         if info and (info.shape != binding.shape or info.dtype not in EXACT):
             problems.append(
-                f"{names[known]} is {info.dtype}{list(info.shape)}: config.json needs shape "
+                f"{names[canonical]} is {info.dtype}{list(info.shape)}: config.json needs shape "
                 f"{list(binding.shape)}, in float32, bfloat16 or float16"
             )
     if problems:
         raise ValueError("the tensors do not fit config.json:\n" + some(problems, "\n"))
-    return [(names[known], binding) for known, binding in bindings.items()]
+    return [(names[canonical], binding) for canonical, binding in bindings.items()]
 
 
 def describe_match(matched: Pairs) -> list[str]:
@@ -111,9 +113,9 @@ def _check_experts(
 ) -> None:
     """ValueError if the files have another number of experts than config.json says."""
     counts = {families.num_experts_in(names, family)}
-    for known, binding in bindings.items():
-        if binding.stacked and known in names:
-            counts |= {(*weights.tensors[names[known]].shape, 0)[0]}
+    for canonical, binding in bindings.items():
+        if binding.stacked and canonical in names:
+            counts |= {(*weights.tensors[names[canonical]].shape, 0)[0]}
     if others := counts - {0, model.moe.num_experts}:
         raise ValueError(
             f"the files hold {', '.join(map(str, sorted(others)))} experts per layer, config.json "

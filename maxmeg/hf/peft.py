@@ -87,15 +87,15 @@ def export_adapter(
     family = choose_family(config.model, imported, family)
     first = table_of(family).outputs_first
     every = bindings(config.model, family)
-    found = adapted_modules(every, reader.tensors, config.lora.rank, first)
-    tensors = [module.tensors() for module in found]
+    modules = adapted_modules(every, reader.tensors, config.lora.rank, first)
+    tensors = [module.tensors() for module in modules]
     announced = {name: info for each in tensors for name, info in each.items()}
     with SafetensorsWriter(target, announced, max_shard_bytes=2**62) as writer:
-        for module, names in zip(found, tensors, strict=True):
+        for module, names in zip(modules, tensors, strict=True):
             for name, array in zip(names, fused(module, reader, first), strict=True):
                 writer.write(name, array)
     os.replace(Path(target, SINGLE), Path(target, WEIGHTS))
-    settings = adapter_config(config.lora, found, every, first)
+    settings = adapter_config(config.lora, modules, every, first)
     settings["base_model_name_or_path"] = base or imported.get("_name_or_path") or str(carried)
     settings["task_type"] = "SEQ_2_SEQ_LM" if config.model.has_source else "CAUSAL_LM"
     Path(target, SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
@@ -110,14 +110,14 @@ def array_of(place: Place, name: str) -> str:
 def adapted_modules(
     every: Sequence[Binding], arrays: Mapping[str, TensorInfo], rank: int, outputs_first: bool
 ) -> list[Module]:
-    found = []
+    modules = []
     for binding in every:
         adapted = tuple(place for place in binding.ours if array_of(place, "a") in arrays)
         if adapted and binding.theirs.endswith(".weight"):
             sizes = binding.shape[::-1] if outputs_first else binding.shape
             name = binding.theirs.removesuffix(".weight")
-            found.append(Module(name, binding, adapted, rank * len(adapted), *sizes))
-    return found
+            modules.append(Module(name, binding, adapted, rank * len(adapted), *sizes))
+    return modules
 
 
 def fused(module: Module, reader: Reader, outputs_first: bool) -> tuple[np.ndarray, ...]:
@@ -138,16 +138,16 @@ def fused(module: Module, reader: Reader, outputs_first: bool) -> tuple[np.ndarr
 
 
 def adapter_config(
-    lora: LoraConfig, found: Sequence[Module], every: Sequence[Binding], outputs_first: bool
+    lora: LoraConfig, modules: Sequence[Module], every: Sequence[Binding], outputs_first: bool
 ) -> dict[str, typing.Any]:
     """Return the settings of peft's LoraConfig; patterns give the ranks of fused modules."""
-    wide = {module.name: len(module.adapted) for module in found if len(module.adapted) > 1}
+    wide = {module.name: len(module.adapted) for module in modules if len(module.adapted) > 1}
     return {
         "peft_type": "LORA",
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
-        "target_modules": endings([module.name for module in found], every),
+        "target_modules": endings([module.name for module in modules], every),
         "rank_pattern": {name: count * lora.rank for name, count in wide.items()},
         "alpha_pattern": {name: count * lora.alpha for name, count in wide.items()},
         "fan_in_fan_out": not outputs_first,
@@ -221,10 +221,10 @@ def scale_of(module: str, rank: int, settings: Mapping[str, typing.Any]) -> floa
             f"{SETTINGS} has alpha_pattern {some(others)}: only names of modules are supported, "
             "such as q_proj or layers.0.self_attn.q_proj, not regular expressions"
         )
-    found = (
+    alphas = (
         alpha
         for name, alpha in patterns.items()
         if f"^.{module}".endswith(f"^.{name[1:]}" if name.startswith("^") else f".{name}")
     )
-    alpha = next(found, settings.get("lora_alpha", 8))
+    alpha = next(alphas, settings.get("lora_alpha", 8))
     return alpha / (rank**0.5 if settings.get("use_rslora") else rank)

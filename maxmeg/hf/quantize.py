@@ -108,31 +108,32 @@ class QuantizedWeights:
 
     def __init__(
         self,
-        how: Quantize,
+        quantize: Quantize,
         model: ModelConfig,
         bindings: Sequence[Binding],
         family: str,
         read: Callable[[Place], np.ndarray],
     ) -> None:
-        if how not in FORMATS:
-            raise ValueError(f"--quantize={how.value} needs --to=gguf")
-        self._format = FORMATS[how]
+        if quantize not in FORMATS:
+            raise ValueError(f"--quantize={quantize.value} needs --to=gguf")
+        self._format = FORMATS[quantize]
         if not table_of(family).outputs_first:
             raise ValueError(
-                f"--quantize={how.value}: {family} stores matrices as [inputs, outputs], and "
+                f"--quantize={quantize.value}: {family} stores matrices as [inputs, outputs], and "
                 "compressed-tensors quantizes [outputs, inputs] alone: leave --quantize out"
             )
         names = quantized_names(model, self._format.recipe)
         chosen = [b for b in bindings if all(place.name in names for place in b.ours)]
         if not chosen:
             raise ValueError(
-                f"--quantize={how.value}: no matrix of the layers has sizes that are multiples of "
-                f"{RECIPES[self._format.recipe].block or MULTIPLE}: leave --quantize out"
+                f"--quantize={quantize.value}: no matrix of the layers has sizes that are "
+                f"multiples of {RECIPES[self._format.recipe].block or MULTIPLE}: leave --quantize "
+                "out"
             )
         for binding in chosen:
             if len(binding.shape) != 2 or not binding.theirs.endswith(WEIGHT):
                 raise ValueError(
-                    f"--quantize={how.value}: {family} stores several matrices as "
+                    f"--quantize={quantize.value}: {family} stores several matrices as "
                     f"{binding.theirs} {list(binding.shape)}, which compressed-tensors does not "
                     "quantize: leave --quantize out"
                 )
@@ -142,7 +143,7 @@ class QuantizedWeights:
         self._ignored = [*others, *(["lm_head"] if "lm_head" not in others else [])]
         # One for all matrices: vLLM joins some of them, and takes one global scale for the whole.
         self._largest = jnp.zeros(())
-        if how is Quantize.nvfp4:
+        if quantize is Quantize.nvfp4:
             parts = (read(place) for b in chosen for place in b.ours)
             self._largest = jnp.asarray(max(np.abs(part).max() for part in parts))
         self._quantize = jax.jit(self._format.quantize)
@@ -187,13 +188,13 @@ def quantized_names(model: ModelConfig, recipe: QuantizationRecipe) -> set[str]:
     return {array_name(path) for path, leaf in leaves if id(leaf) in chosen}
 
 
-def notes_of(recipe: QuantizationRecipe, how: Quantize) -> tuple[str, ...]:
+def notes_of(recipe: QuantizationRecipe, quantize: Quantize) -> tuple[str, ...]:
     """What the user of an export should know: the run's recipe, and how it was exported."""
     trained_for = [form for form in FORMATS if FORMATS[form].recipe is recipe]
-    if trained_for and how not in trained_for:
+    if trained_for and quantize not in trained_for:
         option = f"--quantize={trained_for[0].value}"
         return (f"{recipe.value}: {option} exports the weights as training rounded them",)
-    if how is Quantize.nvfp4:
+    if quantize is Quantize.nvfp4:
         return (
             "the server will not round inputs to 4 bits, as qat_nvfp4 does in training: for that, "
             "export without --quantize and calibrate with the server's tool",

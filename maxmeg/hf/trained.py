@@ -129,13 +129,13 @@ def open_run(run: Path, step: int | None = None) -> Reader:
 def newest(run: Path, use: Callable[[int, Manifest], T]) -> T:
     """Return use(step, manifest) for a run's newest intact checkpoint."""
     checkpointer = open_checkpoints(run)
-    found = checkpointer.latest(use)
-    if found is None:
+    checkpoint = checkpointer.latest(use)
+    if checkpoint is None:
         raise ValueError(
             f"{checkpointer.folder} holds no checkpoint: give the folder of a run, or a Hugging "
             "Face folder with config.json"
         )
-    return found
+    return checkpoint
 
 
 def base_of_adapters(config: Config, reader: Reader) -> Reader:
@@ -207,9 +207,9 @@ def carried_config(folder: Path) -> dict[str, typing.Any]:
 def choose_family(model: ModelConfig, carried: Mapping[str, typing.Any], family: str) -> str:
     """Return `family`, else that of the imported config.json, unless the run has put a classifier
     on its layers, else the first that fits, if possible of the same model_type."""
-    known = families.architecture(carried) if carried else ""
-    is_same = (known in CLASSIFIERS) == (model.head.num_classes > 0)
-    family = family or (known if is_same else "")
+    carried_family = families.architecture(carried) if carried else ""
+    is_same = (carried_family in CLASSIFIERS) == (model.head.num_classes > 0)
+    family = family or (carried_family if is_same else "")
     if not family:
         fitting = families.families_of(model) or families.families_of(model.without_mtp())
         kind = carried.get("model_type")

@@ -341,10 +341,10 @@ def tokenizer_name(arguments: Arguments) -> str:
         )
     options = []
     if prefix == "tiktoken":
-        given = {"pattern": arguments.get("tiktoken_pattern")}
-        given |= {"num_special_tokens": arguments.get("tiktoken_num_special_tokens")}
-        given |= {"vocab_size": arguments.get("vocab_size")}
-        options = [f"{name}={value}" for name, value in given.items() if value is not None]
+        options_given = {"pattern": arguments.get("tiktoken_pattern")}
+        options_given |= {"num_special_tokens": arguments.get("tiktoken_num_special_tokens")}
+        options_given |= {"vocab_size": arguments.get("vocab_size")}
+        options = [f"{name}={value}" for name, value in options_given.items() if value is not None]
     if names := arguments.get("tokenizer_special_tokens"):
         words = ",".join(urllib.parse.quote(name, safe="<>|[]()/ ") for name in names)
         options.append(f"special_tokens={words}")
@@ -402,43 +402,43 @@ def locate(
         if name in names:
             problems.append(f"{key} and {names[name]} are the same weights")
         names[name] = key
-    found = {}
+    pieces_of = {}
     for binding in bound:
         pieces = [find_piece(binding.theirs, names)]
         if pieces == [None]:
             parts = hybrid.parts(binding.theirs) or [f"{binding.theirs}{end}" for end in HALVES]
             pieces = [find_piece(part, names) for part in parts]
         existing = [piece for piece in pieces if piece is not None]
-        found[binding.theirs] = existing
+        pieces_of[binding.theirs] = existing
         problems += shape_problems(binding, existing, len(pieces), tensors)
-    used = {key for pieces in found.values() for key, _ in pieces}
+    used = {key for pieces in pieces_of.values() for key, _ in pieces}
     extra = [key for key in dtypes if key not in used and not IGNORED.match(key)]
     problems += [f"{key} ({dtypes[key]}) has no place in this model" for key in extra]
-    problems += unused_entries(found, tensors)
+    problems += unused_entries(pieces_of, tensors)
     if problems:
         raise ValueError(
             "the checkpoint does not fit the architecture:\n" + some(problems, "\n", 20)
         )
-    return found
+    return pieces_of
 
 
 def find_piece(name: str, names: Mapping[str, str]) -> Piece | None:
     """Find a tensor under its name, or as an entry of a tensor that stacks layers or experts."""
     ways: list[Piece] = [(name, ())]
     for plain, numbered in NUMBERED.items():
-        for known, index in [*ways]:
-            if number := numbered.search(known):
-                whole = known[: number.start()] + plain + known[number.end() :]
+        for pattern, index in [*ways]:
+            if number := numbered.search(pattern):
+                whole = pattern[: number.start()] + plain + pattern[number.end() :]
                 ways.append((whole, (*index, int(number[1]))))
-    return next(((names[known], index) for known, index in ways if known in names), None)
+    return next(((names[pattern], index) for pattern, index in ways if pattern in names), None)
 
 
 def unused_entries(
-    found: Mapping[str, list[Piece]], tensors: Mapping[str, TensorInfo]
+    pieces_of: Mapping[str, list[Piece]], tensors: Mapping[str, TensorInfo]
 ) -> Iterable[str]:
     """Yield the stacked tensors that have more layers or experts than the model."""
     used: dict[str, set[tuple[int, ...]]] = {}
-    for key, index in (piece for pieces in found.values() for piece in pieces if piece[1]):
+    for key, index in (piece for pieces in pieces_of.values() for piece in pieces if piece[1]):
         used.setdefault(key, set()).add(index)
     for key, entries in used.items():
         kinds = ["experts"] if NUMBERED[LAYER].match(key) else ["layers", "experts"]

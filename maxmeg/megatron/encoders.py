@@ -39,13 +39,16 @@ DECODER = {
 
 def with_tensors(arguments: Arguments, tensors: Mapping[str, TensorInfo]) -> Arguments:
     """Return the arguments with what the tensors of BERT or T5 say; of others as they are."""
-    found = {}
+    arguments_of_tensors = {}
     if "lm_head.dense.weight" in tensors:
         types = tensors.get("embedding.tokentype_embeddings.weight")
-        found[BERT] = (types.shape[0] if types else 0, "binary_head.weight" in tensors)
+        arguments_of_tensors[BERT] = (
+            types.shape[0] if types else 0,
+            "binary_head.weight" in tensors,
+        )
     if any(CROSS in name for name in tensors):
-        found[T5] = "output_layer.bias" in tensors
-    return {**arguments, **found}
+        arguments_of_tensors[T5] = "output_layer.bias" in tensors
+    return {**arguments, **arguments_of_tensors}
 
 
 def bert_fields(arguments: Arguments) -> dict[str, typing.Any]:

@@ -102,9 +102,9 @@ def expert_fields(arguments: Arguments, refused: list[str]) -> dict[str, typing.
         "moe.scale_inputs": bool(arguments.get("moe_apply_probs_on_input")),
         **placement(arguments, refused),
     }
-    if kept := arguments.get("moe_router_group_topk"):
+    if topk_groups := arguments.get("moe_router_group_topk"):
         fields["moe.num_groups"] = arguments.get("moe_router_num_groups") or 1
-        fields["moe.topk_groups"] = kept
+        fields["moe.topk_groups"] = topk_groups
     if capacity := arguments.get("moe_expert_capacity_factor"):
         fields["moe.capacity_factor"] = float(capacity)
         drop_policy = chosen(arguments, "moe_token_drop_policy", "probs", DROPS, refused)

@@ -67,10 +67,10 @@ def pattern(arguments: Arguments) -> tuple[str, str]:
 def spread(letters: str, letter: str, run: float) -> str:
     """Put a letter in place of an M after each `run` that stay, on average."""
     left, placed = run, ""
-    for known in letters:
-        is_placed = known == "M" and left < 0.5
-        left += 0 if known != "M" else run if is_placed else -1
-        placed += letter if is_placed else known
+    for letter_there in letters:
+        is_placed = letter_there == "M" and left < 0.5
+        left += 0 if letter_there != "M" else run if is_placed else -1
+        placed += letter if is_placed else letter_there
     return placed
 
 
@@ -87,8 +87,8 @@ def hybrid_fields(
         refused.append(f"{shown} has MTP layers (after /), which are not imported with hybrids")
         return {}
     if unknown := [letter for letter in dict.fromkeys(letters) if letter not in KNOWN]:
-        known = ", ".join(f"{letter} ({mixer})" for letter, mixer in KNOWN.items())
-        refused.append(f"{shown} has the letters {' '.join(unknown)} (supported are {known})")
+        supported = ", ".join(f"{letter} ({mixer})" for letter, mixer in KNOWN.items())
+        refused.append(f"{shown} has the letters {' '.join(unknown)} (supported are {supported})")
         return {}
     if len(letters) != arguments["num_layers"]:
         count = f"num_layers={arguments['num_layers']}"
@@ -163,8 +163,10 @@ def stored_letters(tensors: Iterable[str], layer: str) -> str:
     """Return the letters of the layers by their tensors' names; "" unless all are hybrid ones."""
     kinds: dict[int, set[str]] = {}
     for name in tensors:
-        if found := re.match(re.escape(layer) + r"(\d+)\.(.*)", name):
-            letter = next((end for start, end in STARTS.items() if found[2].startswith(start)), "")
-            kinds.setdefault(int(found[1]), set()).add(letter)
+        if matched := re.match(re.escape(layer) + r"(\d+)\.(.*)", name):
+            letter = next(
+                (end for start, end in STARTS.items() if matched[2].startswith(start)), ""
+            )
+            kinds.setdefault(int(matched[1]), set()).add(letter)
     letters = ["".join(sorted(kinds[number])).replace("-E", "E") for number in sorted(kinds)]
     return "".join(letters) if all(len(letter) == 1 for letter in letters) else ""

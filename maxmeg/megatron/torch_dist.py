@@ -60,14 +60,14 @@ class TorchDistReader:
         self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._out: typing.Any = self._child.stdout
         try:
-            found = self._ask("catalogue", str(self._folder / METADATA))
-            self._objects = found["objects"]
-            self.dtypes = {name: str(s["dtype"]) for name, s in found["tensors"].items()}
+            catalogue = self._ask("catalogue", str(self._folder / METADATA))
+            self._objects = catalogue["objects"]
+            self.dtypes = {name: str(s["dtype"]) for name, s in catalogue["tensors"].items()}
             self._by_entry: dict[str, dict[int, list[Part]]] = {}
-            self._shapes = {name: tuple(s["shape"]) for name, s in found["tensors"].items()}
+            self._shapes = {name: tuple(s["shape"]) for name, s in catalogue["tensors"].items()}
             self._parts = {
                 name: [self._part(name, chunk) for chunk in stored["chunks"]]
-                for name, stored in found["tensors"].items()
+                for name, stored in catalogue["tensors"].items()
             }
             self.tensors = {
                 name: TensorInfo(DTYPES[dtype], self._shapes[name])

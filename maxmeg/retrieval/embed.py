@@ -69,8 +69,8 @@ class Searcher:
 
 
 def recall(
-    rows: Int[np.ndarray, "Q C"], own: Int[np.ndarray, " Q"], tops: Sequence[int]
+    rows: Int[np.ndarray, "Q C"], right_rows: Int[np.ndarray, " Q"], tops: Sequence[int]
 ) -> dict[int, float]:
     """The share of queries whose own text is among the first rows found, for each number."""
-    hits = rows == own[:, None]
+    hits = rows == right_rows[:, None]
     return {top: float(hits[:, :top].any(axis=1).mean()) for top in tops}

@@ -98,8 +98,8 @@ class Generator:
             columns = [sampling_columns(reply, len(reply.tokens)) for reply in replies]
             rows = rows_of({name: np.array([c[name] for c in columns]) for name in columns[0]})
             arrays = (ids_BL, *sources, lengths_B, rows)
-            found = self.program(self.trained.model, *jax.tree.map(jnp.asarray, arrays))
-            tokens, logprobs = (np.asarray(array).tolist() for array in found)
+            outputs = self.program(self.trained.model, *jax.tree.map(jnp.asarray, arrays))
+            tokens, logprobs = (np.asarray(array).tolist() for array in outputs)
             for row, reply in enumerate(replies):
                 if not reply.reason:
                     ids_BL[row, lengths_B[row]] = tokens[row]

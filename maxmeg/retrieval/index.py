@@ -80,11 +80,11 @@ class Index:
         built by another encoder or from another corpus."""
         description = read_description(folder)
         for name, expected in (("encoder", encoder), ("corpus", corpus)):
-            found = getattr(description, name)
-            if found != expected:
+            value = getattr(description, name)
+            if value != expected:
                 raise ValueError(
                     f"the index {folder} was built with another {name}: its {name} has the hash "
-                    f"{found}, and the one here {expected}: build the index again, or use the "
+                    f"{value}, and the one here {expected}: build the index again, or use the "
                     f"{name} that it was built with"
                 )
         path, shape = Path(folder, VECTORS), (description.rows, description.width)
@@ -192,16 +192,16 @@ def read_description(folder: str | Path) -> Description:
     """Read the description of an index. ValueError if there is none, or if it is damaged."""
     path = Path(folder, DESCRIPTION)
     try:
-        found = Description(**json.loads(path.read_text("utf-8")))
+        description = Description(**json.loads(path.read_text("utf-8")))
         types = {field.name: field.type for field in dataclasses.fields(Description)}
-        values = dataclasses.asdict(found).items()
+        values = dataclasses.asdict(description).items()
         if any(not isinstance(value, types[name]) for name, value in values):  # type: ignore
             raise TypeError("wrong types")
     except OSError as error:
         raise ValueError(f"no index in {folder} ({error}): build one first") from error
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error}): build the index again") from error
-    return found
+    return description
 
 
 def block_size(count: int, largest: int) -> int:
@@ -229,10 +229,10 @@ def faiss_search(
     index.check(queries, count, np.zeros((len(queries), 2), np.int64))
     vectors = np.ascontiguousarray(index.vectors)
     try:
-        found = faiss.index_factory(vectors.shape[1], description, faiss.METRIC_INNER_PRODUCT)
-        found.train(vectors)
+        searcher = faiss.index_factory(vectors.shape[1], description, faiss.METRIC_INNER_PRODUCT)
+        searcher.train(vectors)
     except RuntimeError as error:
         raise ValueError(f"--faiss={description}: {error}") from error
-    found.add(vectors)
-    scores, rows = found.search(queries, count)
+    searcher.add(vectors)
+    scores, rows = searcher.search(queries, count)
     return np.where(rows < 0, -np.inf, scores), rows

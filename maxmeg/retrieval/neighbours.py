@@ -119,14 +119,14 @@ def prepare(
     for name, chunks in splits.items():
         is_own = name == SPLITS[0]
         blocks = blocks_of(index.vectors) if is_own else embedded(chunks, tokenizer, encoder.embed)
-        first, found = 0, [np.empty((0, count), np.int64)]
+        first, neighbours = 0, [np.empty((0, count), np.int64)]
         for queries in blocks:
             numbers = np.arange(first, first + len(queries))
             excluded = chunks.same_document(numbers) if is_own else None
-            found.append(index.search(queries, count, excluded)[1])
+            neighbours.append(index.search(queries, count, excluded)[1])
             first += len(queries)
         file = io.BytesIO()
-        np.save(file, np.concatenate(found).astype(np.int32))
+        np.save(file, np.concatenate(neighbours).astype(np.int32))
         write_atomically(folder / f"{name}.npy", file.getvalue())
         say(f"{name}: {count} neighbours of each of {len(chunks):,} chunks")
     identities = {name: chunks.identity for name, chunks in splits.items()}
@@ -175,8 +175,8 @@ class Search:
         mask of the same shape, False for padding."""
         sizes = np.full(len(ids), self.database.length)
         vectors = self.encoder.embed(texts_of(ids, sizes, self.tokenizer))
-        found = self.index.search(vectors, self.count)[1]
-        near, lengths = self.database.read(found.ravel(), self.length)
+        rows = self.index.search(vectors, self.count)[1]
+        near, lengths = self.database.read(rows.ravel(), self.length)
         is_token = np.arange(self.length) < lengths[:, None]
         return near.reshape(len(ids), -1), is_token.reshape(len(ids), -1)
 

@@ -159,7 +159,7 @@ def read_queries(path: str, passages: Passages) -> tuple[list[str], np.ndarray]:
     """(queries, row of each one's own text) of JSON lines with query and row, from 0, or query and
     text: its own text as the corpus has it. ValueError for rows that are not in the corpus."""
     queries, rows = [], []
-    known: dict[str, int] = {}
+    numbers: dict[str, int] = {}
     for record in read_records([path]):
         place = record.place
         try:
@@ -171,8 +171,8 @@ def read_queries(path: str, passages: Passages) -> tuple[list[str], np.ndarray]:
             raise ValueError(f"{place}: a row is an object with a query, and with a row or text")
         at = row.get("row")
         if "text" in row:
-            known = known or dict(texts_of(passages))
-            at = known.get(row["text"] if isinstance(row["text"], str) else "", -1)
+            numbers = numbers or dict(texts_of(passages))
+            at = numbers.get(row["text"] if isinstance(row["text"], str) else "", -1)
         if not isinstance(at, int) or not 0 <= at < len(passages):
             raise ValueError(
                 f"{place}: the query's own text is not among the {len(passages)} of the corpus: "

@@ -146,11 +146,11 @@ def deterministic_flags(flags: str) -> str:
 
 def generation_of(names: list[str]) -> str:
     """The generation of GPUs with these names; empty if unknown, or if they differ."""
-    found = {
+    generations = {
         next((one for one, words in _GENERATIONS.items() if re.search(words, name)), "")
         for name in names
     }
-    return found.pop() if len(found) == 1 else ""
+    return generations.pop() if len(generations) == 1 else ""
 
 
 def gpu_names() -> list[str]:

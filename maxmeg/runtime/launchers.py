@@ -15,14 +15,14 @@ from maxmeg.config.paths import source_folder
 
 def main(arguments: Sequence[str]) -> int:
     """Print the path of the script that is named, or the names of all."""
-    found = scripts()
+    files = scripts()
     if not arguments or arguments[0].startswith("-"):
-        print(f"{__doc__}\n{', '.join(found)}")
+        print(f"{__doc__}\n{', '.join(files)}")
         return 0
-    if len(arguments) > 1 or arguments[0] not in found:
-        near = nearest_few(arguments[0], list(found))
+    if len(arguments) > 1 or arguments[0] not in files:
+        near = nearest_few(arguments[0], list(files))
         raise ValueError(f"no launch script is named {' '.join(arguments)}: there are {near}")
-    print(found[arguments[0]])
+    print(files[arguments[0]])
     return 0
 
 

@@ -23,12 +23,12 @@ def key_value_store(url: str) -> dict[str, Any] | str:
     if scheme != "s3":
         return url
     bucket, _, path = place.partition("/")
-    known = {
+    values = {
         "endpoint": os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"),
         "aws_region": os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION"),
         "aws_credentials": {"type": "environment"} if "AWS_ACCESS_KEY_ID" in os.environ else None,
     }
-    options = {name: value for name, value in known.items() if value}
+    options = {name: value for name, value in values.items() if value}
     return {"driver": "s3", "bucket": bucket, "path": path, **options}
 
 

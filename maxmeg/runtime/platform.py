@@ -15,19 +15,20 @@ def choose_platform() -> None:
     JAX would use the CPU too, after the plugin's traceback of 20 lines. Call before the first use
     of a device. ValueError if JAX_PLATFORMS asks for CUDA and the GPU or the plugin is missing.
     """
-    asked, has_gpu, has_plugin = requested_platforms(), has_nvidia_gpu(), has_cuda_plugin()
-    if {"cuda", "gpu"} & {name.strip() for name in asked.split(",")}:
+    platforms, has_gpu, has_plugin = requested_platforms(), has_nvidia_gpu(), has_cuda_plugin()
+    if {"cuda", "gpu"} & {name.strip() for name in platforms.split(",")}:
         if not has_gpu:
             raise ValueError(
-                f"JAX_PLATFORMS={asked}: this machine has no NVIDIA GPU (no /dev/nvidia*); check "
-                "nvidia-smi and the GPUs of the job or container, or unset JAX_PLATFORMS for a CPU"
+                f"JAX_PLATFORMS={platforms}: this machine has no NVIDIA GPU (no /dev/nvidia*); "
+                "check nvidia-smi and the GPUs of the job or container, or unset JAX_PLATFORMS for "
+                "a CPU"
             )
         if not has_plugin:
             raise ValueError(
-                f"JAX_PLATFORMS={asked}: JAX is installed without CUDA: pip install "
+                f"JAX_PLATFORMS={platforms}: JAX is installed without CUDA: pip install "
                 "'maxmeg[cuda13]' (or cuda12)"
             )
-    elif not asked and has_plugin and not has_gpu:
+    elif not platforms and has_plugin and not has_gpu:
         jax.config.update("jax_platforms", "cpu")
 
 

@@ -79,21 +79,21 @@ def seconds(run: Callable[[], jax.Array]) -> float:
 
 
 def kinds(
-    found: list[Speeds], device_kind: str
+    speeds: list[Speeds], device_kind: str
 ) -> list[tuple[str, str, list[float], float | None]]:
     """(measurement, unit, value of each device, value of the datasheet) of both measurements."""
     sheet = gpu(device_kind)
     peaks = (sheet.bf16_tflops, 1e3 * sheet.memory_tb_per_s) if sheet else (None, None)
     return [
-        ("matrix product", "TFLOP/s", [each.tflops for each in found], peaks[0]),
-        ("copy", "GB/s", [each.copy_gb for each in found], peaks[1]),
+        ("matrix product", "TFLOP/s", [each.tflops for each in speeds], peaks[0]),
+        ("copy", "GB/s", [each.copy_gb for each in speeds], peaks[1]),
     ]
 
 
-def slow_devices(found: list[Speeds], kind: str) -> list[str]:
+def slow_devices(speeds: list[Speeds], kind: str) -> list[str]:
     """A line for each device that is much slower than the others or than its datasheet."""
     lines = []
-    for name, unit, values, peak in kinds(found, kind):
+    for name, unit, values, peak in kinds(speeds, kind):
         median = statistics.median(values)
         for index, value in enumerate(values):
             if peak is None:  # CPU devices share cores: their speeds say little

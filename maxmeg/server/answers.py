@@ -33,11 +33,11 @@ class TextChoice:
             begins = _begins(Text(self.tokenizer, []), self.prompt) if logprobs else []
             tokens, values = [*self.prompt, *tokens], [None, *update.prompt_logprobs, *values]
             top = [None, *update.prompt_top, *top] if update.prompt_top or top else []
-        found = None
+        logprobs_of_text = None
         if logprobs:
             begins += [self._start + begin for begin in _begins(self._text, update.tokens)]
-            found = self._logprobs(tokens, values, top) | {"text_offset": begins}
-        return {"text": text, "logprobs": found, "finish_reason": update.reason or None}
+            logprobs_of_text = self._logprobs(tokens, values, top) | {"text_offset": begins}
+        return {"text": text, "logprobs": logprobs_of_text, "finish_reason": update.reason or None}
 
     def _logprobs(self, tokens, values, top) -> dict:
         names = [name_of(self.tokenizer, token) for token in tokens]
@@ -50,10 +50,10 @@ class TextChoice:
 
     def _likeliest(self, pairs: Top, token: int, value: float) -> dict[str, float]:
         """By text; of tokens with the same text the likeliest, and always the one in its place."""
-        found: dict[str, float] = {}
+        logprobs: dict[str, float] = {}
         for other, logprob in [*pairs, (token, value)]:
-            found.setdefault(name_of(self.tokenizer, other), finite(logprob))
-        return found
+            logprobs.setdefault(name_of(self.tokenizer, other), finite(logprob))
+        return logprobs
 
 
 class ChatChoice:
@@ -85,8 +85,8 @@ class ChatChoice:
         delta |= {"tool_calls": new} if new else {}
         self.calls, self.is_first = len(calls), False
         reason = "tool_calls" if calls and reason == "stop" else reason
-        found = {"content": self._logprobs(update), "refusal": None} if logprobs else None
-        return {"delta": delta, "logprobs": found, "finish_reason": reason or None}
+        contents = {"content": self._logprobs(update), "refusal": None} if logprobs else None
+        return {"delta": delta, "logprobs": contents, "finish_reason": reason or None}
 
     def _logprobs(self, update: Update) -> list[dict]:
         top = update.top or [[]] * len(update.tokens)
@@ -114,8 +114,12 @@ def call_id() -> str:
 
 def name_of(tokenizer: Tokenizer, token: int) -> str:
     """The text of a token inside a text; U+FFFD for a part of a character."""
-    known = tokenizer.known_bytes.get(token)
-    return tokenizer.decode_after([token]) if known is None else known.decode("utf-8", "replace")
+    token_bytes = tokenizer.known_bytes.get(token)
+    return (
+        tokenizer.decode_after([token])
+        if token_bytes is None
+        else token_bytes.decode("utf-8", "replace")
+    )
 
 
 def _begins(text: Text, tokens: typing.Sequence[int]) -> list[int]:

@@ -108,14 +108,14 @@ class EncoderWorker:
     ) -> Float[np.ndarray, "N D"]:
         """Requests take turns after each batch. Ends when the client has gone."""
         embedder = self.of_queries if queries else self.embedder
-        found = np.zeros((len(rows), embedder.width), np.float32)
+        vectors = np.zeros((len(rows), embedder.width), np.float32)
         for batch in embedder.batches(rows):
             if await http.is_disconnected():
                 raise ApiError(499, "the client has gone")
             numbers = batch.numbers
-            found[numbers] = await self.run(embedder.run, batch, pooling)
+            vectors[numbers] = await self.run(embedder.run, batch, pooling)
         self.numbers.tokens.inc(sum(map(len, rows)))
-        return found
+        return vectors
 
 
 def check_options(options: Serve) -> None:
@@ -162,10 +162,10 @@ def make_encoder_app(
         with worker.turn():
             rows = await served.encode(served.embedder.rows, texts, bool(body.truncate))
             is_query = body.input_type == "query"
-            found = await worker.embeddings(http, rows, pooling, is_query)
+            array = await worker.embeddings(http, rows, pooling, is_query)
         count = sum(map(len, rows))
         is_coded = body.encoding_format == "base64"
-        vectors = [coded(v) for v in found] if is_coded else found.tolist()
+        vectors = [coded(v) for v in array] if is_coded else array.tolist()
         data = [
             {"object": "embedding", "index": index, "embedding": vector}
             for index, vector in enumerate(vectors)

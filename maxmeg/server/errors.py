@@ -52,11 +52,11 @@ def add_handlers(app: fastapi.FastAPI) -> None:
 
     async def invalid(request: fastapi.Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        found = [(_field(each["loc"]), each["msg"]) for each in error.errors()]
-        message = "; ".join(f"{name or 'body'}: {text}" for name, text in found[:SHOWN])
+        problems = [(_field(each["loc"]), each["msg"]) for each in error.errors()]
+        message = "; ".join(f"{name or 'body'}: {text}" for name, text in problems[:SHOWN])
         if "json" not in request.headers.get("content-type", ""):
             message = "send JSON with the header Content-Type: application/json"
-        return Json(body_of(400, message, found[0][0] or None), 400)
+        return Json(body_of(400, message, problems[0][0] or None), 400)
 
     async def user(request: fastapi.Request, error: Exception) -> Response:
         return Json(body_of(400, str(error)), 400)

@@ -109,8 +109,8 @@ def replayed(engine: Engine, lines: list[dict]) -> Iterator[tuple[str, str]]:
                 engine.cancel(reply)
     for line, replies in zip(lines, started, strict=True):
         pairs = zip(line["replies"], replies, strict=True)
-        found = [(i, _difference(old, record(new))) for i, (old, new) in enumerate(pairs)]
-        yield line["id"], "; ".join(f"reply {i}: {text}" for i, text in found if text)
+        differences = [(i, _difference(old, record(new))) for i, (old, new) in enumerate(pairs)]
+        yield line["id"], "; ".join(f"reply {i}: {text}" for i, text in differences if text)
 
 
 def _difference(old: dict, new: dict) -> str:

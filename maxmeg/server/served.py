@@ -41,8 +41,8 @@ class Served:
 
     def check_name(self, name: str | None) -> None:
         if name not in (None, *self.names):
-            known = ", ".join(map(repr, self.names))
-            raise ApiError(404, f"model {name!r} is not served, only {known}", "model")
+            names = ", ".join(map(repr, self.names))
+            raise ApiError(404, f"model {name!r} is not served, only {names}", "model")
 
     async def encode(self, function: Callable, *arguments: typing.Any) -> typing.Any:
         """Call a function that uses the tokenizer."""
@@ -52,9 +52,9 @@ class Served:
     @functools.cached_property
     def longest_token(self) -> float:
         """Most characters that one token stands for; inf if the tokenizer does not tell."""
-        known = self.tokenizer.token_bytes()
+        lengths = self.tokenizer.token_bytes()
         names = [*self.tokenizer.added]  # special tokens
-        return max(map(len, [*known.values(), *names])) if known else math.inf
+        return max(map(len, [*lengths.values(), *names])) if lengths else math.inf
 
     def check_length(self, text: str) -> None:
         """ApiError for a text that cannot fit: it would keep the tokenizer from others."""

@@ -46,11 +46,11 @@ class ToolForm:
         """
         content, calls, at = "", [], 0
         while (start := self._find(text, at)) >= 0:
-            found, end = self._read(text, start + len(self.opening))
+            block, end = self._read(text, start + len(self.opening))
             if not end:  # it is not JSON, or not all of it is here
                 break
             content, at = content + text[at:start], end
-            calls += found
+            calls += block
         rest, start = text[at:], self._find(text, at)
         if not is_whole:
             rest = rest[: start - at] if start >= 0 else without_partial(rest, self.opening)
@@ -100,9 +100,11 @@ class ToolForm:
             schema["x-guidance"] = STRICT | {"json_allowed_escapes": escapes(parameters)}
             rules += [f"call{i}: {json.dumps(opening)} arguments{i} {json.dumps('}' + after)}"]
             rules += [f"arguments{i}: %json {json.dumps(schema)}"]
-        more = "" if is_single else f" ({json.dumps(between)} call)*"
+        others = "" if is_single else f" ({json.dumps(between)} call)*"
         start = (
-            f'{json.dumps(self.opening + "[")} call{more} "]"' if self.is_list else "call" + more
+            f'{json.dumps(self.opening + "[")} call{others} "]"'
+            if self.is_list
+            else "call" + others
         )
         call = " | ".join(f"call{i}" for i in range(len(functions)))
         return "\n".join([f"start: {start}", f"call: {call}", *rules, ""])
@@ -129,9 +131,9 @@ def tool_form(template: str) -> ToolForm | None:
 
 def schemas(tools: Sequence[typing.Any], only: str = "") -> Schemas:
     """The parameters' schemas of all tools, or of the one with this name."""
-    found = [(tool.function.name, tool.function.parameters or {}) for tool in tools]
-    chosen = [(name, parameters) for name, parameters in found if only in ("", name)]
+    functions = [(tool.function.name, tool.function.parameters or {}) for tool in tools]
+    chosen = [(name, parameters) for name, parameters in functions if only in ("", name)]
     if not chosen:
-        names = sorted(name for name, _ in found)
+        names = sorted(name for name, _ in functions)
         raise ValueError(f"tool_choice names {only!r}, and tools has {names}")
     return chosen

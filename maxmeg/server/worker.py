@@ -37,7 +37,7 @@ class Ticket:
     """`n` replies to each prompt of an HTTP request. streams: with updates before replies end.
 
     grammar: kind and text of the request's. The rest belongs to the engine's thread. sent: number
-    of characters and tokens of each reply in updates. known: number of its tokens, and when.
+    of characters and tokens of each reply in updates. reported: number of its tokens, and when.
     """
 
     id: str
@@ -53,7 +53,7 @@ class Ticket:
     arrived: float = dataclasses.field(default_factory=time.monotonic)
     replies: list[Reply] = dataclasses.field(default_factory=list)
     sent: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    known: list[tuple[int, float]] = dataclasses.field(default_factory=list)
+    reported: list[tuple[int, float]] = dataclasses.field(default_factory=list)
 
     @property
     def count(self) -> int:
@@ -158,7 +158,7 @@ class Worker:
                 reply = self.engine.submit(ids, ticket.request, ticket.seed, number)
                 ticket.replies.append(reply)
                 ticket.sent.append((0, 0))
-                ticket.known.append((0, ticket.arrived))
+                ticket.reported.append((0, ticket.arrived))
             self._open.append(ticket)
         except Exception as error:
             for reply in ticket.replies:
@@ -193,9 +193,9 @@ class Worker:
         self._call(self._deliver, updates)
 
     def _observe(self, ticket: Ticket, number: int, now: float) -> None:
-        count, before = len(ticket.replies[number].tokens), ticket.known[number]
+        count, before = len(ticket.replies[number].tokens), ticket.reported[number]
         if count > before[0]:
-            ticket.known[number] = count, now
+            ticket.reported[number] = count, now
             for observer in self.observers:
                 observer.token(count - before[0], now - before[1], not before[0])
 

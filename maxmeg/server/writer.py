@@ -101,12 +101,12 @@ class ServedWriter(Served):
     async def grammar(self, body: Generation) -> tuple[Grammar | None, tuple[str, str] | None]:
         """The grammar that a request asks for in one of several ways, and its kind and text."""
         fields = ("regex", "regex", body.regex), ("grammar", "lark", body.grammar)
-        found = [(name, kind, text) for name, kind, text in fields if text is not None]
-        found += chat_grammars(body, self.form(body.model)) if isinstance(body, Chat) else []
-        if len(found) > 1:
+        grammars = [(name, kind, text) for name, kind, text in fields if text is not None]
+        grammars += chat_grammars(body, self.form(body.model)) if isinstance(body, Chat) else []
+        if len(grammars) > 1:
             fields = "regex, grammar, response_format and a required tool"
             raise ApiError(400, f"give one of {fields}")
-        for field, kind, text in found:
+        for field, kind, text in grammars:
             return await self._compiled(field, kind, text), (kind, text)
         return None, None
 
@@ -122,8 +122,8 @@ class ServedWriter(Served):
                 return dataclasses.replace(grammar, seconds=options.mask_seconds)
 
             try:
-                made = loop.run_in_executor(self._compiler, compiled)
-                grammar = await asyncio.wait_for(made, options.grammar_seconds)
+                future = loop.run_in_executor(self._compiler, compiled)
+                grammar = await asyncio.wait_for(future, options.grammar_seconds)
             except TimeoutError:
                 limit = f"{options.grammar_seconds:g} s"
                 raise ApiError(400, f"{field} is not compiled after {limit}", field) from None
@@ -138,20 +138,20 @@ class ServedWriter(Served):
 
 def chat_grammars(body: Chat, form: ToolForm | None) -> list[tuple[str, str, str]]:
     """Field, kind and text of the grammars that response_format and tool_choice ask for."""
-    wanted, choice, found = body.response_format, body.tool_choice, []
+    wanted, choice, grammars = body.response_format, body.tool_choice, []
     if isinstance(wanted, SchemaFormat):
         text = json.dumps(wanted.json_schema.schema_)
-        found.append(("response_format", "json_schema", text))
+        grammars.append(("response_format", "json_schema", text))
     elif wanted and wanted.type == "json_object":
-        found.append(("response_format", "json_object", ""))
+        grammars.append(("response_format", "json_object", ""))
     if choice in (None, "none", "auto"):
-        return found
+        return grammars
     if not body.tools or not form:
         raise ApiError(400, "tool_choice needs tools", "tool_choice")
     only = "" if isinstance(choice, str) else choice.function.name
     is_single = bool(only) or body.parallel_tool_calls is False
     functions = schemas(body.tools, only)
     try:
-        return [*found, ("tools", "lark", form.grammar(functions, is_single))]
+        return [*grammars, ("tools", "lark", form.grammar(functions, is_single))]
     except ValueError as error:
         raise ApiError(400, f"tools: {error}", "tools") from None

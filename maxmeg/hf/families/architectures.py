@@ -70,8 +70,8 @@ def architecture(config: Mapping[str, typing.Any]) -> str:
     config = text_part(config)
     named, kind = config.get("architectures"), config.get("model_type")
     if not named:
-        known = {name: table for name, table in FAMILIES.items() if name not in CLASSIFIERS}
-        named = [name for name, table in known.items() if table.model_type == kind] or named
+        tables = {name: table for name, table in FAMILIES.items() if name not in CLASSIFIERS}
+        named = [name for name, table in tables.items() if table.model_type == kind] or named
     if not isinstance(named, list) or len(named) != 1 or named[0] not in list(FAMILIES):
         if named in [[name] for name in MAMBA1]:
             raise refused("architectures", named, MAMBA1_REMEDY)
@@ -108,5 +108,5 @@ def effective_keys() -> frozenset[str]:
             if not isinstance(part, Ignored):
                 with contextlib.suppress(ValueError):  # a key without a default
                     part.read(keys, fields)
-        names |= keys.known
+        names |= keys.read_names
     return frozenset(names)

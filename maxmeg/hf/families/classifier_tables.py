@@ -104,11 +104,11 @@ def encoder(base: Family, prefix: str, classes: Part, names: Mapping[str, str]) 
         {name: f"{prefix}.{theirs}" for name, theirs in EMBEDDINGS.items()},
     )
     ends.pop("bert.pooler")
-    kept = {name: theirs for name, theirs in base.ends.items() if name == "final_norm"}
+    final_norm = {name: theirs for name, theirs in base.ends.items() if name == "final_norm"}
     return dataclasses.replace(
         plain,
         parts=[*plain.parts, classes],
-        ends={**ends, **kept, **names, "output": "lm_head"},
+        ends={**ends, **final_norm, **names, "output": "lm_head"},
         constants={**plain.constants, "bert.pooler": "bert.pooler" in names},
         ignored=BUFFERS,
     )

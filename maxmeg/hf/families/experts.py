@@ -79,21 +79,22 @@ class Normalized(Part):
 @dataclasses.dataclass(frozen=True)
 class Groups(Part):
     """Group-limited routing: experts are chosen from the best groups, a group's score being the sum
-    of its `score_topk` highest scores. groups, kept: default numbers of groups and of best groups.
+    of its `score_topk` highest scores. groups, topk_groups: default numbers of groups and of best
+    groups.
     """
 
     score_topk: int
     groups: int | None = 1
-    kept: int | None = 1
+    topk_groups: int | None = 1
 
     def read(self, keys: Keys, fields: Fields) -> None:
         count = keys.read("n_group", self.groups, int, null=1)
-        kept = keys.read("topk_group", self.kept, int, null=1)
+        topk_groups = keys.read("topk_group", self.topk_groups, int, null=1)
         if count == 1:
-            if kept != 1:
-                raise refused("topk_group", kept, "with n_group=1 it must be 1")
+            if topk_groups != 1:
+                raise refused("topk_group", topk_groups, "with n_group=1 it must be 1")
             return
-        fields |= {"moe.num_groups": count, "moe.topk_groups": kept}
+        fields |= {"moe.num_groups": count, "moe.topk_groups": topk_groups}
         fields["moe.group_score_topk"] = self.score_topk
 
     def write(self, model: ModelConfig) -> Json:
@@ -229,7 +230,7 @@ class RoutingMethod(Part):
         if method not in ("greedy", "group_limited_greedy"):
             raise refused("topk_method", method, "it must be greedy or group_limited_greedy")
         if method == "greedy":
-            keys.known.update(("n_group", "topk_group"))
+            keys.read_names.update(("n_group", "topk_group"))
             return
         Groups(1).read(keys, fields)
 

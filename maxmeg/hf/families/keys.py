@@ -76,12 +76,12 @@ class Keys:
 
     def __init__(self, values: Mapping[str, typing.Any]):
         self.values = values
-        self.known: set[str] = {*HARMLESS.split()}
+        self.read_names: set[str] = {*HARMLESS.split()}
         self.fixed: dict[str, tuple] = dict(FIXED)
 
     def take(self, name: str, default: typing.Any = None) -> typing.Any:
         """Return the value of a key, and note that the key was read."""
-        self.known.add(name)
+        self.read_names.add(name)
         return self.values.get(name, default)
 
     def read(
@@ -132,7 +132,7 @@ class Keys:
             if (value := self.take(name, allowed[0])) not in allowed:
                 remedy = REMEDIES.get(name, f"only {allowed[0]!r} is supported")
                 raise refused(name, value, remedy)
-        unread = [name for name in self.values if name not in self.known]
+        unread = [name for name in self.values if name not in self.read_names]
         unread = [name for name in unread if not name.endswith("_token_id")]
         unread_on = [name for name in unread if self.values[name] not in OFF]
         effective_names = effective() if unread_on else ()
@@ -316,7 +316,7 @@ class Ignored(Part):
         self.names = names
 
     def read(self, keys: Keys, fields: Fields) -> None:
-        keys.known.update(self.names)
+        keys.read_names.update(self.names)
 
 
 class Renamed(Part):
@@ -327,10 +327,10 @@ class Renamed(Part):
 
     def read(self, keys: Keys, fields: Fields) -> None:
         values = {name: keys.take_any((name, alias), None) for name, alias in self.names.items()}
-        given = {name: value for name, value in values.items() if value is not None}
-        inner = Keys({**keys.values, **given})
+        present = {name: value for name, value in values.items() if value is not None}
+        inner = Keys({**keys.values, **present})
         self.part.read(inner, fields)
-        keys.known |= inner.known
+        keys.read_names |= inner.read_names
 
     def write(self, model: ModelConfig) -> Json:
         written = self.part.write(model).items()

@@ -145,10 +145,13 @@ class LetteredMtp(Part):
     def read(self, keys: Keys, fields: Fields) -> None:
         count = keys.read(self.count, 0, int, zero=True)
         letters, types = keys.take(self.letters), keys.take(self.list)
-        for name, value, known in ((self.letters, letters, LETTERS), (self.list, types, MIXER_OF)):
-            sound = isinstance(value, str | list) and value and all(v in known for v in value)
+        for name, value, allowed in (
+            (self.letters, letters, LETTERS),
+            (self.list, types, MIXER_OF),
+        ):
+            sound = isinstance(value, str | list) and value and all(v in allowed for v in value)
             if value is not None and not sound:
-                raise refused(name, value, f"it must be of {', '.join(known)}")
+                raise refused(name, value, f"it must be of {', '.join(allowed)}")
         if letters and types in (None, [FULL, "moe"], ["attention", "moe"]):  # as transformers does
             types = [LETTERS[letter] for letter in letters]
         if count:
@@ -224,8 +227,8 @@ class NamedLayers(Part):
     def read(self, keys: Keys, fields: Fields) -> None:
         count = fields["num_layers"]
         types = keys.take_any((self.name, "layers_block_type"), [LINEAR] * count)
-        known = isinstance(types, list) and all(MIXER_OF.get(str(t)) in BOTH for t in types)
-        if not known or len(types) != count:
+        is_sound = isinstance(types, list) and all(MIXER_OF.get(str(t)) in BOTH for t in types)
+        if not is_sound or len(types) != count:
             wanted = f"it must be a list of {LINEAR!r} and {FULL!r}, one for each of {count} layers"
             raise refused(self.name, types, wanted)
         second = "moe" if fields["moe.num_experts"] else "mlp"
@@ -249,7 +252,7 @@ class GraniteExperts(Part):
         if count:
             AuxLoss().read(keys, fields)
         else:
-            keys.known.update(("router_aux_loss_coef", "output_router_logits"))
+            keys.read_names.update(("router_aux_loss_coef", "output_router_logits"))
 
     def write(self, model: ModelConfig) -> Json:
         if not model.has("moe"):

@@ -247,7 +247,7 @@ FALCON_H1 = Family(
     constants=ROOT,
     ends={**ENDS, "final_norm": "model.final_layernorm"},
     arrays=mamba_arrays("mamba"),
-    kept=INTERCHANGEABLE,
+    repeated_keys=INTERCHANGEABLE,
 )
 MAMBA: dict[str, Family] = {
     "Mamba2ForCausalLM": MAMBA2,

@@ -64,15 +64,19 @@ def with_saved_tensors(model: ModelConfig, names: Iterable[str], family: str) ->
     """Return the model with MTP layers only if the files, whose tensors are `names`, have them:
     config.json names layers that are not saved, or (Qwen3-Next) not those that are. The same holds
     for the output weights of T5 v1.1, which transformers 5 calls tied in any case."""
-    table, known = table_of(family), {*canonical_names(names, family).values()}
-    if model.has_source and model.logit_scale == 1 and f"{table.ends['output']}.weight" in known:
+    table, saved_names = table_of(family), {*canonical_names(names, family).values()}
+    if (
+        model.has_source
+        and model.logit_scale == 1
+        and f"{table.ends['output']}.weight" in saved_names
+    ):
         model = dataclasses.replace(model, tied=False)
-    if table.mtp is QWEN_MTP and not model.mtp.num_layers and "mtp.fc.weight" in known:
+    if table.mtp is QWEN_MTP and not model.mtp.num_layers and "mtp.fc.weight" in saved_names:
         mtp = MtpConfig(num_layers=1, layers=attention_and(model.has("moe")))
         return dataclasses.replace(model, mtp=mtp)
     depths = range(model.mtp.num_layers)
     prefixes = tuple(mtp_name(table.mtp.prefix, depth, model) for depth in depths)
-    saved = any(name.startswith(prefixes) for name in known)
+    saved = any(name.startswith(prefixes) for name in saved_names)
     return model if saved else model.without_mtp()
 
 
@@ -106,8 +110,8 @@ def hf_config(
         for part in table.parts:
             written |= part.write(model)
         problems = differences(model, model_config(written))
-        repeated = written | {name: tokens[name] for name in table.kept if name in tokens}
-        if table.kept and not differences(model, model_config(repeated)):
+        repeated = written | {name: tokens[name] for name in table.repeated_keys if name in tokens}
+        if table.repeated_keys and not differences(model, model_config(repeated)):
             written = repeated
     except ValueError as error:
         problems = [str(error)]
@@ -266,9 +270,9 @@ def bindings_of_files(names: Iterable[str], model: ModelConfig, family: str) -> 
         return plain
     stacked_table = dataclasses.replace(table, experts=table.joined, stacking=Consecutive)
     in_files = {*names}
-    found = [b for b in bindings(model, stacked_table) if b.stacked and b.theirs in in_files]
-    covered = {place[:2] for binding in found for place in binding.ours}
-    return [*found, *(b for b in plain if all(place[:2] not in covered for place in b.ours))]
+    stacked = [b for b in bindings(model, stacked_table) if b.stacked and b.theirs in in_files]
+    covered = {place[:2] for binding in stacked for place in binding.ours}
+    return [*stacked, *(b for b in plain if all(place[:2] not in covered for place in b.ours))]
 
 
 class Unit(typing.NamedTuple):

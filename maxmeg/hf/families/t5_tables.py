@@ -89,15 +89,19 @@ def attention(mixer: str, place: int, module: str) -> dict[str, str]:
     """The modules of an attention sublayer of a block."""
     names = {"query": "q", "key": "k", "value": "v", "out": "o"}
     prefix = f"layer.{place}."
-    found = {f"{mixer}.{ours}": f"{prefix}{module}.{name}" for ours, name in names.items()}
-    return {**found, f"{mixer}.norm": f"{prefix}layer_norm"}
+    projections = {f"{mixer}.{ours}": f"{prefix}{module}.{name}" for ours, name in names.items()}
+    return {**projections, f"{mixer}.norm": f"{prefix}layer_norm"}
 
 
 def mlp(mixer: str, place: int, gated: bool) -> dict[str, str]:
     prefix = f"layer.{place}.DenseReluDense."
     inward = {"gate": "wi_0", "up": "wi_1"} if gated else {"up": "wi"}
-    found = {f"{mixer}.{ours}": f"{prefix}{name}" for ours, name in inward.items()}
-    return {**found, f"{mixer}.out": f"{prefix}wo", f"{mixer}.norm": f"layer.{place}.layer_norm"}
+    projections = {f"{mixer}.{ours}": f"{prefix}{name}" for ours, name in inward.items()}
+    return {
+        **projections,
+        f"{mixer}.out": f"{prefix}wo",
+        f"{mixer}.norm": f"layer.{place}.layer_norm",
+    }
 
 
 def layer_names(model: ModelConfig, layer: int) -> tuple[str, Modules]:

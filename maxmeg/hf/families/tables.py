@@ -62,7 +62,7 @@ class Family:
     extra dimensions of size 1; -1 stands for its length. experts: weights of the experts, with {}
     for the expert's number, or of all experts stacked, several projections as `stacking` says.
     joined: as `experts`, for files that store all experts of a layer in one tensor (Consecutive);
-    such files are read, not written. kept: keys that an export repeats from the imported
+    such files are read, not written. repeated_keys: keys that an export repeats from the imported
     config.json where this changes no result. grouped: fused modules whose outputs are [queries..
     key value] for each key/value head, or what belongs to each key head of the delta rule.
     outputs_first: whether projections are stored as [out, in]. ignored: patterns of tensors that
@@ -87,7 +87,7 @@ class Family:
     experts: Modules = dataclasses.field(default_factory=dict)
     stacking: type[Interleaved | Consecutive | Columns] = Interleaved
     joined: Modules = dataclasses.field(default_factory=dict)
-    kept: tuple[str, ...] = ()
+    repeated_keys: tuple[str, ...] = ()
     ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)
     renamed: tuple[tuple[str, str], ...] = ()
     copies: tuple[str, ...] = ()

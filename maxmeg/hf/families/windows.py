@@ -13,8 +13,8 @@ def read_types(keys: Keys, fields: Fields, default: list[str], window: int) -> N
     """Read which layers have a sliding window from `layer_types`, or from the default list."""
     types, count = keys.take("layer_types"), fields["num_layers"]
     types = default if types is None else types
-    known = isinstance(types, list) and all(name in (FULL, SLIDING) for name in types)
-    if not known or len(types) != count:
+    is_sound = isinstance(types, list) and all(name in (FULL, SLIDING) for name in types)
+    if not is_sound or len(types) != count:
         wanted = f"it must be a list of {count} of {FULL!r} and {SLIDING!r}, one per layer"
         raise refused("layer_types", types, wanted)
     if SLIDING in types and not window:

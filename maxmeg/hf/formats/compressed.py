@@ -146,10 +146,10 @@ class CompressedWeights:
         infos = {part: tensors[f"{name}_{part}"] for part in parts}
         codes, scale = infos.get("packed", tensors.get(name)), infos.get("scale")
         shape = self._shape(name, scheme, codes) if codes and len(codes.shape) == 2 else None
-        known = (BYTES, *FLOATS) if codes and codes.dtype == E4M3 else FLOATS
+        dtypes = (BYTES, *FLOATS) if codes and codes.dtype == E4M3 else FLOATS
         if codes and codes.dtype == BYTES:
-            known = (E4M3,) if "global_scale" in infos else (BYTES,)
-        if not shape or not scale or scale.dtype not in known or not _fit(scheme, shape, infos):
+            dtypes = (E4M3,) if "global_scale" in infos else (BYTES,)
+        if not shape or not scale or scale.dtype not in dtypes or not _fit(scheme, shape, infos):
             shown = [f"{name}_{part} {_shown(info)}" for part, info in infos.items()]
             shown = [f"{name} {_shown(tensors[name])}", *shown] if name in tensors else shown
             raise ValueError(
@@ -268,8 +268,8 @@ def _scheme_of(where: str, args: Mapping[str, typing.Any]) -> Scheme:
     part = args.get("block_structure") if strategy == "block" else [1, size]
     if isinstance(part, str):
         part = [int(n) for n in part.split("x") if n.isdecimal()]
-    known = [*range(1, 9)] if kind == "int" else [*FLOAT_VALUES] if kind == "float" else []
-    if bits not in known or strategy not in STRATEGIES or args.get("dynamic"):
+    widths = [*range(1, 9)] if kind == "int" else [*FLOAT_VALUES] if kind == "float" else []
+    if bits not in widths or strategy not in STRATEGIES or args.get("dynamic"):
         raise refused(where, args, "read are 1 to 8 bits (int) and 4, 6 or 8 bits (float)")
     if strategy in ("tensor", "channel"):
         part = [1, 1]

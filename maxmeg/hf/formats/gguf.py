@@ -117,8 +117,8 @@ class GgufWeights:
     def read(self, name: str, *index: int) -> np.ndarray:
         assert not index, "no supported architecture has stacked experts"
         quants = importlib.import_module("gguf.quants")
-        found = self._found[name]
-        array = quants.dequantize(found.data, found.tensor_type)
+        tensor = self._found[name]
+        array = quants.dequantize(tensor.data, tensor.tensor_type)
         array = np.asarray(array, FLOAT32).reshape(self.tensors[name].shape)
         if self._family.permuted and (count := _num_heads(name, self._config)):
             return halves_from_pairs(array, count)
@@ -201,36 +201,39 @@ def describe(
     if name not in FAMILIES:
         raise ValueError(f"general.architecture={name!r}: supported are {', '.join(FAMILIES)}")
     family, prefix = FAMILIES[name], f"{name}."
-    own = {key.removeprefix(prefix): v for key, v in fields.items() if key.startswith(prefix)}
-    for key, value in own.items():
+    settings = {key.removeprefix(prefix): v for key, v in fields.items() if key.startswith(prefix)}
+    for key, value in settings.items():
         if key not in family.keys and key not in OTHERS:
             raise ValueError(
                 f"{prefix}{key}={str(value)[:100]}: this key is not known, and it may change the "
                 "results; convert the model's safetensors instead"
             )
-    missing = [key for key in list(KEYS)[:5] if key not in own]
+    missing = [key for key in list(KEYS)[:5] if key not in settings]
     if missing:
         raise ValueError(f"the metadata lack {', '.join(prefix + key for key in missing)}")
     config = {"architectures": [family.name], "model_type": family.model_type}
     config |= {"vocab_size": vocab_size, "tie_word_embeddings": tied}
     config |= {hf: fields[key] for key, hf in TOKENS.items() if key in fields}
-    config |= {hf: _plain(own[key]) for key, hf in family.keys.items() if key in own}
+    config |= {hf: _plain(settings[key]) for key, hf in family.keys.items() if key in settings}
     heads, width = config["num_attention_heads"], config["hidden_size"]
     head = config.get("head_dim", width // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
-        if own.get(key, head) != head:
-            raise ValueError(f"{prefix}{key}={own[key]} must be the size of a head, {head}")
-    config |= _rotary(own, config.get("rope_theta", 1e4), head, factors)
+        if settings.get(key, head) != head:
+            raise ValueError(f"{prefix}{key}={settings[key]} must be the size of a head, {head}")
+    config |= _rotary(settings, config.get("rope_theta", 1e4), head, factors)
     if name.startswith("gemma"):
         config |= _gemma(name, config, head)
     return config, family
 
 
 def _rotary(
-    own: Mapping[str, typing.Any], theta: float, head: int, factors: np.ndarray | None
+    settings: Mapping[str, typing.Any], theta: float, head: int, factors: np.ndarray | None
 ) -> dict[str, typing.Any]:
     """Return the key rope_scaling, if it is needed."""
-    kind, factor = own.get("rope.scaling.type", "none"), own.get("rope.scaling.factor", 1.0)
+    kind, factor = (
+        settings.get("rope.scaling.type", "none"),
+        settings.get("rope.scaling.factor", 1.0),
+    )
     if factors is not None:
         for scale in (8.0, 32.0):  # Llama 3.1 and 3.2; the file holds only the divisors
             wanted = llama3_factors(theta, head, scale)
@@ -246,7 +249,9 @@ def _rotary(
         return {}
     scaling = {"rope_type": kind, "factor": _plain(factor)}
     if kind == "yarn":
-        scaling["original_max_position_embeddings"] = own["rope.scaling.original_context_length"]
+        scaling["original_max_position_embeddings"] = settings[
+            "rope.scaling.original_context_length"
+        ]
     elif kind != "linear":
         raise ValueError(f"rope.scaling.type={kind!r}: supported are none, linear and yarn")
     return {"rope_scaling": scaling}
@@ -264,11 +269,11 @@ def _gemma(name: str, config: Mapping[str, typing.Any], head: int) -> dict[str, 
     """Return the settings of Gemma that llama.cpp does not store."""
     largest = config["num_hidden_layers"] == (46 if name == "gemma2" else 62)  # 27B
     scalar = config["hidden_size"] // config["num_attention_heads"] if largest else head
-    more = {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": scalar}
+    keys = {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": scalar}
     if name == "gemma3":
-        more |= {"sliding_window_pattern": 6}
-        more |= {"rope_local_base_freq": config.get("rope_local_base_freq", 1e4)}
-    return more
+        keys |= {"sliding_window_pattern": 6}
+        keys |= {"rope_local_base_freq": config.get("rope_local_base_freq", 1e4)}
+    return keys
 
 
 def _their_name(name: str, family: Family) -> str:

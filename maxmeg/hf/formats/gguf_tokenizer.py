@@ -71,24 +71,24 @@ def tokenizer_files(fields: Mapping[str, typing.Any]) -> dict[str, str]:
 
     fields: the file's metadata. ValueError if they hold no supported tokenizer.
     """
-    own = {key.removeprefix(PREFIX): v for key, v in fields.items() if key.startswith(PREFIX)}
-    kind, tokens = own.get("model"), own.get("tokens")
+    entries = {key.removeprefix(PREFIX): v for key, v in fields.items() if key.startswith(PREFIX)}
+    kind, tokens = entries.get("model"), entries.get("tokens")
     if not tokens:
         raise ValueError(f"the file has no {PREFIX}tokens")
     if len(set(tokens)) < len(tokens):
         raise ValueError(f"{PREFIX}tokens names some token twice")
-    types = own.get("token_type") or [NORMAL] * len(tokens)
+    types = entries.get("token_type") or [NORMAL] * len(tokens)
     if len(types) != len(tokens):
         raise ValueError(f"{PREFIX}token_type has {len(types)} entries for {len(tokens)} tokens")
     roles = {
-        f"{role}_token": tokens[own[f"{name}_token_id"]]
+        f"{role}_token": tokens[entries[f"{name}_token_id"]]
         for name, role in ROLES.items()
-        if 0 <= own.get(f"{name}_token_id", -1) < len(tokens)
+        if 0 <= entries.get(f"{name}_token_id", -1) < len(tokens)
     }
     if kind == "gpt2":
-        made, opens = byte_level(own, tokens)
+        tokenizer, opens = byte_level(entries, tokens)
     elif kind == "llama":
-        made, opens = sentence_piece(own, tokens, types, roles)
+        tokenizer, opens = sentence_piece(entries, tokens, types, roles)
     else:
         raise ValueError(f"{PREFIX}model={kind!r} is not supported; supported are gpt2 and llama")
     for token_type in (CONTROL, UNKNOWN, USER_DEFINED):
@@ -97,34 +97,34 @@ def tokenizer_files(fields: Mapping[str, typing.Any]) -> dict[str, str]:
             for token, its_type in zip(tokens, types, strict=True)
             if its_type == token_type
         ]
-        made.add_tokens(added)
+        tokenizer.add_tokens(added)
     bos = roles.get("bos_token")
-    if bos is not None and own.get("add_bos_token", opens):
-        special = [(bos, own["bos_token_id"])]
-        made.post_processor = processors.TemplateProcessing(
+    if bos is not None and entries.get("add_bos_token", opens):
+        special = [(bos, entries["bos_token_id"])]
+        tokenizer.post_processor = processors.TemplateProcessing(
             single=[bos, "$A"], pair=[bos, "$A", bos, "$B"], special_tokens=special
         )
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", **roles}
     settings |= {"clean_up_tokenization_spaces": False}
-    files = {"tokenizer.json": made.to_str(), "tokenizer_config.json": json.dumps(settings)}
+    files = {"tokenizer.json": tokenizer.to_str(), "tokenizer_config.json": json.dumps(settings)}
     if template := fields.get(TEMPLATE):
         files["chat_template.jinja"] = template
     return files
 
 
 def byte_level(
-    own: Mapping[str, typing.Any], tokens: Sequence[str]
+    entries: Mapping[str, typing.Any], tokens: Sequence[str]
 ) -> tuple[tokenizers.Tokenizer, bool]:
     """Return a byte-level BPE tokenizer, and whether texts begin with BOS by default."""
-    name = own.get("pre", "gpt-2")
+    name = entries.get("pre", "gpt-2")
     if name not in SPLITTINGS:
         raise ValueError(
             f"{PREFIX}pre={name!r} is not supported; supported are {', '.join(SPLITTINGS)}"
         )
     splitting = SPLITTINGS[name]
-    merges = [tuple(merge.split(" ", 1)) for merge in own.get("merges") or ()]
+    merges = [tuple(merge.split(" ", 1)) for merge in entries.get("merges") or ()]
     ids = {token: number for number, token in enumerate(tokens)}
-    made = tokenizers.Tokenizer(
+    tokenizer = tokenizers.Tokenizer(
         models.BPE(vocab=ids, merges=merges, ignore_merges=splitting.whole_words)
     )
     first: list[typing.Any] = []
@@ -133,15 +133,15 @@ def byte_level(
     if splitting.pattern:
         first.append(pre_tokenizers.Split(tokenizers.Regex(splitting.pattern), "isolated"))
     byte_parts = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not splitting.pattern)
-    made.pre_tokenizer = pre_tokenizers.Sequence([*first, byte_parts])
-    made.decoder = decoders.ByteLevel()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*first, byte_parts])
+    tokenizer.decoder = decoders.ByteLevel()
     if splitting.nfc:
-        made.normalizer = normalizers.NFC()
-    return made, splitting.bos
+        tokenizer.normalizer = normalizers.NFC()
+    return tokenizer, splitting.bos
 
 
 def sentence_piece(
-    own: Mapping[str, typing.Any],
+    entries: Mapping[str, typing.Any],
     tokens: Sequence[str],
     types: Sequence[int],
     roles: Mapping[str, str],
@@ -150,11 +150,11 @@ def sentence_piece(
 
     Its merges follow from the scores; unknown characters become bytes.
     """
-    scores = own.get("scores") or ()
+    scores = entries.get("scores") or ()
     if len(scores) != len(tokens):
         raise ValueError(f"{PREFIX}scores has {len(scores)} entries for {len(tokens)} tokens")
     unknown = tokens[types.index(UNKNOWN)] if UNKNOWN in types else roles.get("unk_token")
-    made = tokenizers.Tokenizer(
+    tokenizer = tokenizers.Tokenizer(
         models.BPE(
             vocab={token: number for number, token in enumerate(tokens)},
             merges=merges_of(tokens, scores, types),
@@ -166,13 +166,13 @@ def sentence_piece(
     spaces = normalizers.Replace(" ", WORD_START)
     ends: list[typing.Any] = [decoders.Replace(WORD_START, " "), decoders.ByteFallback()]
     ends.append(decoders.Fuse())
-    if own.get("add_space_prefix", True):
-        made.normalizer = normalizers.Sequence([normalizers.Prepend(WORD_START), spaces])
+    if entries.get("add_space_prefix", True):
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(WORD_START), spaces])
         ends.append(decoders.Strip(" ", 1, 0))
     else:
-        made.normalizer = spaces
-    made.decoder = decoders.Sequence(ends)
-    return made, True
+        tokenizer.normalizer = spaces
+    tokenizer.decoder = decoders.Sequence(ends)
+    return tokenizer, True
 
 
 def merges_of(
@@ -192,8 +192,8 @@ def merges_of(
     for number in order:
         token = tokens[number]
         cuts = ((token[:i], token[i:]) for i in range(1, len(token)))
-        known = [cut for cut in cuts if cut[0] in pieces and cut[1] in pieces]
-        merges += sorted(known, key=lambda cut: (pieces[cut[0]], pieces[cut[1]]))
+        merged = [cut for cut in cuts if cut[0] in pieces and cut[1] in pieces]
+        merges += sorted(merged, key=lambda cut: (pieces[cut[0]], pieces[cut[1]]))
     return merges
 
 
@@ -214,14 +214,14 @@ def tokenizer_fields(
     """
     is_model = path.suffix == ".model"
     encode, pieces, candidates = _pieces(path) if is_model else _library_tokens(path)
-    known = [pieces.get(i, (f"[PAD{i}]", UNUSED)) for i in range(vocab_size)]
-    tokens, types = [token for token, _ in known], [kind for _, kind in known]
-    probes = [without_added(text, known) for text in PROBES]
-    for own in candidates:
-        own = {**own, "tokens": tokens, "token_type": types, "add_bos_token": opens}
-        if "scores" in own:
-            own["scores"] = [own["scores"].get(token, 0.0) for token in tokens]
-        fields = {f"{PREFIX}{name}": value for name, value in own.items()}
+    vocabulary = [pieces.get(i, (f"[PAD{i}]", UNUSED)) for i in range(vocab_size)]
+    tokens, types = [token for token, _ in vocabulary], [kind for _, kind in vocabulary]
+    probes = [without_added(text, vocabulary) for text in PROBES]
+    for entries in candidates:
+        entries = {**entries, "tokens": tokens, "token_type": types, "add_bos_token": opens}
+        if "scores" in entries:
+            entries["scores"] = [entries["scores"].get(token, 0.0) for token in tokens]
+        fields = {f"{PREFIX}{name}": value for name, value in entries.items()}
         fields |= ids
         read = tokenizers.Tokenizer.from_str(tokenizer_files(fields)["tokenizer.json"])
         if all(seen(read, text) == encode(text) for text in probes):

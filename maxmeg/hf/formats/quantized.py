@@ -86,8 +86,8 @@ class Fp8Weights:
             if info.dtype == E4M3:
                 scales = weights.tensors.get(name + SCALE)
                 wanted = _num_blocks(info.shape, self._block)
-                known = scales is not None and scales.dtype in (*FLOATS, *powers)
-                if scales is None or wanted is None or scales.shape != wanted or not known:
+                is_float = scales is not None and scales.dtype in (*FLOATS, *powers)
+                if scales is None or wanted is None or scales.shape != wanted or not is_float:
                     stored = f"{scales.dtype}{list(scales.shape)}" if scales else "missing"
                     raise ValueError(
                         f"{name} is float8_e4m3fn{list(info.shape)} and {name}{SCALE} {stored}: "

@@ -148,28 +148,28 @@ class SafetensorsFolder:
                 f"names: {some(missing)}; download them"
             )
         files = {shard: type(self).opened(self.folder / shard) for shard in shards}
-        found: dict[str, TensorFile] = {}
+        holders: dict[str, TensorFile] = {}
         for shard, file in files.items():
             for name in file.tensors:
-                if name in found:
+                if name in holders:
                     raise ValueError(
-                        f"tensor {reprlib.repr(name)} is in two shards, {found[name].path.name} "
+                        f"tensor {reprlib.repr(name)} is in two shards, {holders[name].path.name} "
                         f"and {shard}: download the folder again"
                     )
-                found[name] = file
+                holders[name] = file
                 if places.get(name) != shard:
                     raise ValueError(
                         f"tensor {reprlib.repr(name)} of {shard} is in "
                         f"{places.get(name, 'no shard')} by {index}: download the folder again"
                     )
-        absent = [name for name in places if name not in found]
+        absent = [name for name in places if name not in holders]
         if absent:
             name = absent[0]
             raise ValueError(
                 f"{len(absent)} tensors of {index} are not in their shards, the first "
                 f"{reprlib.repr(name)} in {places[name]}: download the folder again"
             )
-        return {name: found[name] for name in places}
+        return {name: holders[name] for name in places}
 
 
 class SafetensorsWriter:
@@ -217,19 +217,19 @@ class SafetensorsWriter:
             problem = "was written already" if info else "was not announced"
             raise ValueError(f"tensor {name!r} {problem}: write every tensor once")
         path, begin = self._places[name]
-        rows, found = 0, TensorInfo(info.dtype, info.shape and (0, *info.shape[1:]))
+        rows, written = 0, TensorInfo(info.dtype, info.shape and (0, *info.shape[1:]))
         with path.open("r+b") as file:
             file.seek(begin)
             for block in blocks:
                 rows += len(block) if block.shape else 0
-                found = TensorInfo(block.dtype, block.shape and (rows, *block.shape[1:]))
-                if not _within(found, info):
+                written = TensorInfo(block.dtype, block.shape and (rows, *block.shape[1:]))
+                if not _within(written, info):
                     break
                 block = np.ascontiguousarray(block, info.dtype)
                 file.write(block.reshape(-1).view(np.uint8).data)
-        if found.shape != info.shape or not _within(found, info):
+        if written.shape != info.shape or not _within(written, info):
             raise ValueError(
-                f"tensor {name!r} is {found.dtype}{list(found.shape)}, announced was "
+                f"tensor {name!r} is {written.dtype}{list(written.shape)}, announced was "
                 f"{info.dtype}{list(info.shape)}"
             )
         self._written.add(name)
@@ -295,11 +295,11 @@ class SafetensorsWriter:
             self._places[name] = (path, 8 + len(text) + header[name]["data_offsets"][0])
 
 
-def _within(found: TensorInfo, info: TensorInfo) -> bool:
+def _within(written: TensorInfo, info: TensorInfo) -> bool:
     """Return whether the first rows of a tensor `info` can have this dtype and shape."""
-    narrower = found.dtype == np.float32 and info.dtype in _NARROW
-    same_rows = len(found.shape) == len(info.shape) and found.shape[1:] == info.shape[1:]
-    return (narrower or found.dtype == info.dtype) and same_rows and found.shape <= info.shape
+    narrower = written.dtype == np.float32 and info.dtype in _NARROW
+    same_rows = len(written.shape) == len(info.shape) and written.shape[1:] == info.shape[1:]
+    return (narrower or written.dtype == info.dtype) and same_rows and written.shape <= info.shape
 
 
 def _read_header(file: Any, size: int, path: Path) -> tuple[int, dict[str, Any]]:
@@ -348,10 +348,10 @@ def _json(raw: bytes, path: Path) -> dict[str, Any]:
     return body
 
 
-def _metadata(found: Any, path: Path) -> dict[str, str]:
-    if not isinstance(found, dict) or not all(isinstance(v, str) for v in found.values()):
-        raise ValueError(f"{path}: __metadata__ is {reprlib.repr(found)}, not texts by name")
-    return found
+def _metadata(metadata: Any, path: Path) -> dict[str, str]:
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise ValueError(f"{path}: __metadata__ is {reprlib.repr(metadata)}, not texts by name")
+    return metadata
 
 
 def _entry(entry: Any, what: str) -> tuple[TensorInfo, int, int]:
@@ -379,11 +379,11 @@ def _entry(entry: Any, what: str) -> tuple[TensorInfo, int, int]:
     return info, offsets[0], offsets[1]
 
 
-def _naturals(found: Any, count: int) -> bool:
+def _naturals(numbers: Any, count: int) -> bool:
     """Return whether a value is a list of at most `count` integers from 0 to 2^63 - 1."""
-    if not isinstance(found, list) or len(found) > count:
+    if not isinstance(numbers, list) or len(numbers) > count:
         return False
-    return all(type(n) is int and 0 <= n < 1 << 63 for n in found)
+    return all(type(n) is int and 0 <= n < 1 << 63 for n in numbers)
 
 
 def _check_spans(spans: list[tuple[int, int, str]], size: int, path: Path) -> None:

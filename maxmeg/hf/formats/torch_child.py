@@ -123,11 +123,11 @@ def weights(path: str) -> dict[str, typing.Any]:
         if order and archive.read(order) != b"little":
             raise ValueError("its numbers are big-endian: save it again on another machine")
         pickled = io.BytesIO(archive.read(listed))
-        found = WeightsUnpickler(pickled, ("torch",), listed.filename).load()
-        if not isinstance(found, dict):
+        tensors = WeightsUnpickler(pickled, ("torch",), listed.filename).load()
+        if not isinstance(tensors, dict):
             raise ValueError("it holds no state_dict, a dict of tensors")
         places: dict[str, typing.Any] = {}
-        for name, value in found.items():
+        for name, value in tensors.items():
             while getattr(value, "name", "") == "torch._utils._rebuild_parameter":
                 value = value.arguments[0]
             if getattr(value, "name", "") != "torch._utils._rebuild_tensor_v2":
@@ -199,21 +199,21 @@ def arguments(path: str, start: int, length: int) -> dict[str, typing.Any]:
         common = RecordUnpickler(io.BytesIO(archive.read(info)), ARGUMENTS, path).load()
     if isinstance(common, list) and len(common) == 1:  # as an object among the tensors
         (common,) = common
-    found = common.get("args") if isinstance(common, dict) else None
-    if not isinstance(found, Record) or not isinstance(found.state, dict):
+    record = common.get("args") if isinstance(common, dict) else None
+    if not isinstance(record, Record) or not isinstance(record.state, dict):
         return {}
 
     def plain(value: typing.Any) -> bool:
         return value is None or isinstance(value, bool | int | float | str)
 
-    kept = {}
-    for name, value in found.state.items():
+    arguments_of_run = {}
+    for name, value in record.state.items():
         if isinstance(value, Record) and len(value.arguments) == 1:
             value = value.arguments[0]
         listed = isinstance(value, list | tuple) and all(plain(item) for item in value)
         if isinstance(name, str) and (plain(value) or listed):
-            kept[name] = value
-    return kept
+            arguments_of_run[name] = value
+    return arguments_of_run
 
 
 def part(
@@ -252,10 +252,10 @@ ANSWERS: dict[str, typing.Callable[..., typing.Any]] = {
 def answer(request: dict[str, typing.Any]) -> tuple[str, memoryview | None]:
     """Return the line of a reply, and the bytes that follow it."""
     try:
-        found = ANSWERS[request["ask"]](*request["of"])
-        if isinstance(found, memoryview):
-            return json.dumps({"bytes": found.nbytes}), found
-        return json.dumps({"found": found}), None
+        reply = ANSWERS[request["ask"]](*request["of"])
+        if isinstance(reply, memoryview):
+            return json.dumps({"bytes": reply.nbytes}), reply
+        return json.dumps({"found": reply}), None
     except UnsafeError as error:
         return json.dumps({"unsafe": str(error)}), None
     except pickle.UnpicklingError as error:

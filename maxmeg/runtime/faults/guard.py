@@ -88,5 +88,7 @@ class Guard:
 
 def shown(samples: Sequence[int]) -> str:
     """ "16, 17, 18", cut after the first SHOWN_SAMPLES."""
-    more = len(samples) - SHOWN_SAMPLES
-    return ", ".join(map(str, samples[:SHOWN_SAMPLES])) + (f" and {more} more" if more > 0 else "")
+    hidden = len(samples) - SHOWN_SAMPLES
+    return ", ".join(map(str, samples[:SHOWN_SAMPLES])) + (
+        f" and {hidden} more" if hidden > 0 else ""
+    )

@@ -62,8 +62,8 @@ def write_plots(run_dir: str) -> dict[str, str]:
 def validation_words(run_dir: str) -> str:
     """The last validation's loss, also per byte where the tokenizer gives bytes; or ""."""
     names = ("validation_loss", "validation_loss_per_byte")
-    found = series(os.path.join(run_dir, METRICS_FILE), names)
-    (steps, per_token), (_, per_byte) = (found[name] for name in names)
+    curves = series(os.path.join(run_dir, METRICS_FILE), names)
+    (steps, per_token), (_, per_byte) = (curves[name] for name in names)
     if not steps:
         return ""
     words = f"validation loss: {per_token[-1]:.4f} at step {steps[-1]}"
@@ -93,8 +93,8 @@ def plot_loss(
     _draw_losses(losses, image_path, title)
 
 
-def _draw_losses(found: dict[str, Series], image_path: str | os.PathLike, title: str) -> None:
-    train, validation = (found[name] for name in LOSSES)
+def _draw_losses(curves: dict[str, Series], image_path: str | os.PathLike, title: str) -> None:
+    train, validation = (curves[name] for name in LOSSES)
     figure, axes = _figure(4.5)
     steps, losses = train
     axes.plot(steps, losses, color=_TRAIN, alpha=0.25, linewidth=0.8)
@@ -164,15 +164,15 @@ def _save(figure, path: str | os.PathLike) -> None:
 
 def series(path: str | os.PathLike, names: Sequence[str]) -> dict[str, Series]:
     """(steps, values) of each of these metrics in a metrics.jsonl; nulls are left out."""
-    found: dict[str, Series] = {name: ([], []) for name in names}
+    curves: dict[str, Series] = {name: ([], []) for name in names}
     with open(path, encoding="utf-8") as file:
         for line in file:
-            _add(found, json.loads(line))
-    return found
+            _add(curves, json.loads(line))
+    return curves
 
 
-def _add(found: dict[str, Series], row: Mapping[str, Any]) -> None:
-    for name, (steps, values) in found.items():
+def _add(curves: dict[str, Series], row: Mapping[str, Any]) -> None:
+    for name, (steps, values) in curves.items():
         value = row.get(name)
         if value is not None and math.isfinite(value):
             steps.append(row["step"])

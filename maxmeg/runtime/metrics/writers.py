@@ -151,7 +151,7 @@ def _drop_after(path, start_step):
     """Remove the rows of steps after `start_step`, and an incomplete last line."""
     if not path.exists():
         return
-    kept, whole = [], True
+    lines, whole = [], True
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
         try:
             keep = line.endswith("\n") and json.loads(line)["step"] <= start_step
@@ -159,6 +159,6 @@ def _drop_after(path, start_step):
             keep = False
         whole &= keep
         if keep:
-            kept.append(line)
+            lines.append(line)
     if not whole:
-        write_atomically(path, "".join(kept).encode())
+        write_atomically(path, "".join(lines).encode())
