@@ -124,7 +124,7 @@ RUNS = {
     "model.moe.logit_bias=true; parallel.pipe=2; train.micro_batch_size=2",
     "tensorwise": STAGES + QUANTIZED + "tensorwise; parallel.data=4; parallel.fsdp=1; "
     "model.first_layers_bf16=1; model.num_layers=4; train.quantization.format=e4m3",
-    "delayed experts": SPREAD + QUANTIZED + "delayed; train.quantization.amax_history_length=3; "
+    "tensorwise experts": SPREAD + QUANTIZED + "tensorwise; "
     "model.moe.score=sqrt_softplus; "
     "train.micro_batch_size=1",
     "blockwise dispatch": EXPERTS + QUANTIZED + "blockwise; train.quantization.dispatch=true; "

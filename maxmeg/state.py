@@ -16,14 +16,12 @@ from maxmeg.config.model import DType
 from maxmeg.config.schema import Config, Masters, Moments, OptimConfig
 from maxmeg.models.lm import LM, language_model
 from maxmeg.ops.random import fold, split
-from maxmeg.ops.recipes import recipe_of
 from maxmeg.optim.scaling import Scaler, first_scaler
 from maxmeg.optim.storage import decode, divided, encode, has_remainder, orders, whole
 from maxmeg.parallel.rules import is_variable, logical_axes, storage_specs
 from maxmeg.parallel.trainable import joined, saved, trained
 from maxmeg.processes.host import host_sharding, is_on_host, to_device
 from maxmeg.runtime.metrics.parameter_table import ParameterRow
-from maxmeg.weights.amax_history import empty_history
 
 CHECKPOINTS = files.CHECKPOINTS
 VOCABULARY_TABLES = (
@@ -39,8 +37,7 @@ class TrainState:
     """step: how many were made. model: float32 masters, what is frozen in the compute dtype.
     optimizer: of the trained part. key: raw key of all later randomness. scaler: of the loss, with
     float16 alone. remainders: with optim.masters=remainders alone, the model then holds bfloat16
-    weights (optim/storage.py). ema: with optim.ema alone, float32 averages of the trained part.
-    history: with delayed scaling alone (weights/amax_history.py)."""
+    weights (optim/storage.py). ema: with optim.ema alone, float32 averages of the trained part."""
 
     step: jax.Array
     model: LM
@@ -49,7 +46,6 @@ class TrainState:
     scaler: Scaler | None
     remainders: LM | None = None
     ema: LM | None = None
-    history: LM | None = None
 
 
 def init_state(key: jax.Array, config: Config, optimizer) -> TrainState:
@@ -59,8 +55,7 @@ def init_state(key: jax.Array, config: Config, optimizer) -> TrainState:
     model = language_model(model_key, config)
     moments = optimizer.init(trained(model))
     scaler, raw = first_scaler(config), jax.random.key_data(later)
-    history = empty_history(model, recipe_of(config.train.quantization))
-    return TrainState(jnp.int32(0), model, moments, raw, scaler, history=history)
+    return TrainState(jnp.int32(0), model, moments, raw, scaler)
 
 
 def with_masters(state: TrainState, masters: Masters) -> TrainState:
@@ -119,7 +114,7 @@ def from_disk(
         return with_masters(dataclasses.replace(state, optimizer=optimizer), optim.masters)
 
     # Only the model and the moments: a checkpoint may lack any of the others, or have more.
-    rest: dict[str, typing.Any] = {"scaler": None, "ema": None, "history": None}
+    rest: dict[str, typing.Any] = {"scaler": None, "ema": None}
     places = dataclasses.replace(shardings_of(abstract), **rest)
     converted = jax.jit(convert, out_shardings=places)(dataclasses.replace(state, **rest))
     return dataclasses.replace(converted, **{name: getattr(state, name) for name in rest})

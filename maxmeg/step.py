@@ -40,7 +40,6 @@ from maxmeg.pipeline.schedule import SCHEDULES, forward_only, one_f_one_b
 from maxmeg.processes.host import result_sharding
 from maxmeg.runtime.gpu_environment import compiler_options
 from maxmeg.state import TrainState, shardings_of
-from maxmeg.weights.amax_history import delayed_scales, next_history
 from maxmeg.weights.fused import fuse, separate
 from maxmeg.weights.quantized import with_codes, without_codes
 
@@ -259,10 +258,9 @@ def without_cuts_of_stack(gradient_reductions):
 def make_gradients(
     config: Config, mesh: Mesh, model: Model, objective: Objective | None = None
 ) -> Callable:
-    """(model, batch, key, scale, history) -> (gradients of the global loss times scale for the
-    trained part, sums), both as global arrays. sums["stack_aux"] holds the auxiliary values of the
-    layers in model order, sums["history"] the history of delayed scaling after the step, if one is
-    given. scale: None is 1.
+    """(model, batch, key, scale) -> (gradients of the global loss times scale for the trained part,
+    sums), both as global arrays. sums["stack_aux"] holds the auxiliary values of the layers in
+    model order. scale: None is 1.
 
     `model` is abstract with shardings. Batch arrays are [microbatch, sample, length]. objective:
     None means the one that data.objective names.
@@ -274,7 +272,7 @@ def make_gradients(
     specs = jax.tree.map(lambda a: a.sharding.spec, model)
     dtype, recipe = jnp.dtype(config.model.dtype.value), recipe_of(config.train.quantization)
 
-    def local(model, batch, raw_key, scale, history):
+    def local(model, batch, raw_key, scale):
         masks, reduction = objective.masks(model, batch), config.train.loss_reduction
         scale = 1.0 if scale is None else scale
         batch = complete(batch, reduction, batch_shards(mesh), masks, scale)
@@ -282,10 +280,8 @@ def make_gradients(
         if cuts_layers:
             batch = collectives.after(batch, partition(computing)[0])
         computing, places = fuse(computing, gradient_reductions, mesh)
-        scales = delayed_scales(history, computing, recipe)
-        computing, places = with_codes(computing, places, recipe, batch, raw_key, scales)
+        computing, places = with_codes(computing, places, recipe, batch, raw_key)
         gradients, sums = local_gradients(computing, batch, raw_key, config, objective, places)
-        history = next_history(history, computing, gradients, recipe)
         gradients = separate(without_codes(gradients), trained(specs))
         # Each stage has the auxiliary values of its own layers; all else is the same on all stages.
         pipe = (collectives.PIPE_AXIS,)
@@ -295,15 +291,12 @@ def make_gradients(
         if cuts_layers:
             outer, stack = partition(gradients)
             gradients = joined(collectives.after(outer, stack), stack)
-        return reduce_gradients(gradients, trained(outside_stages)), sums, history
+        return reduce_gradients(gradients, trained(outside_stages)), sums
 
-    def gradients(model, batch, raw_key, scale=None, history=None):
+    def gradients(model, batch, raw_key, scale=None):
         batch_specs = jax.tree.map(lambda array: batch_spec(array.ndim), batch)
-        by_layer = storage_specs(history, mesh, zero1=False)
-        arguments = (specs, batch_specs, P(), P(), by_layer)
-        run = spmd(local, mesh, arguments, (trained(specs), P(), by_layer))
-        found, sums, history = run(model, batch, raw_key, scale, history)
-        return found, sums if history is None else sums | {"history": history}
+        run = spmd(local, mesh, (specs, batch_specs, P(), P()), (trained(specs), P()))
+        return run(model, batch, raw_key, scale)
 
     return gradients
 
@@ -331,9 +324,9 @@ def make_train_step(
 
     def train_step(state: TrainState, batch: Batch, controls: dict[str, jax.Array]):
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-        raw_key, scaler, past = jax.random.key_data(key), state.scaler, state.history
+        raw_key, scaler = jax.random.key_data(key), state.scaler
         computing = on_device(state.model, dtype, mesh)
-        gradients, sums = gradients_of(computing, batch, raw_key, scaler and scaler.scale, past)
+        gradients, sums = gradients_of(computing, batch, raw_key, scaler and scaler.scale)
         gradients, norm = clip(unscaled(gradients, scaler), config.optim.clip_norm)
         metrics = objective.metrics(sums)
         finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"])
@@ -342,7 +335,6 @@ def make_train_step(
         parts, aux = (optimizer, config.optim, gradients, old), state.model.aux_of(sums)
         with jax.named_scope("optimizer"):
             new = update(*parts, aux, finite, mesh, key=key, **rates)
-        history = past and auxiliary.choose(finite, sums["history"], past)
         metrics |= {
             "grad_norm": norm,
             "tokens": sums["tokens"],
@@ -354,7 +346,7 @@ def make_train_step(
         samples = batch.tokens.shape[0] * batch.tokens.shape[1]
         scaler = scaler and next_scaler(scaler, finite, samples, config.optim.loss_scale)
         model = joined(new.model, frozen(state.model))
-        rest = state.key, scaler, new.remainders, new.ema, history
+        rest = state.key, scaler, new.remainders, new.ema
         return TrainState(state.step + 1, model, new.moments, *rest), metrics
 
     return jax.jit(

@@ -26,7 +26,6 @@ from maxmeg.state import abstract_state, nested, orders_of, to_arrays
 from maxmeg.step import make_gradients
 
 LENGTH, BATCH, VOCAB = 16, 16, 61
-PASSES = 3  # until delayed scaling knows the magnitudes of all operands
 # Half as much to compile, for what attention proves nothing of.
 MLP_ONLY = {"layers": "*(mlp)", "attention.num_heads": ModelConfig().attention.num_heads}
 DROPOUT = {"dropout_hidden": 0.2, "attention.dropout": 0.1, "dropout_embedding": 0.1}
@@ -246,15 +245,11 @@ def model_gradients(
     objective: Objective | None = None,
     **extra: np.ndarray,
 ) -> tuple[float, dict[str, np.ndarray]]:
-    """(token-mean loss, gradients by name, layers in model order) of `tiny_batch`; with delayed
-    scaling those of the pass for which all scales are known."""
+    """(token-mean loss, gradients by name, layers in model order) of `tiny_batch`."""
     mesh = mesh_of(config)
     _, abstract, state = tiny_state(config, mesh)
     function = jax.jit(make_gradients(config, mesh, abstract.model, objective))
-    batch, history = tiny_batch(config, mesh, **extra), state.history
-    for _ in range(1 if history is None else PASSES):
-        found, sums = function(state.model, batch, state.key, None, history)
-        history = sums.get("history")
+    found, sums = function(state.model, tiny_batch(config, mesh, **extra), state.key)
     return float(sums["loss_sum"] / sums["tokens"]), named_gradients(found)
 
 

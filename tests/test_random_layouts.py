@@ -36,7 +36,7 @@ RUNS = {
         "parallel.pipe=2; parallel.data=2; parallel.fsdp=1; parallel.expert=2; "
         "parallel.expert_exchange=all_to_all; parallel.expert_buffer=1.0; parallel.context=2; "
         "train.micro_batch_size=2; train.z_loss=0.001; train.loss_backend=xla; "
-        "train.quantization.recipe=delayed"
+        "train.quantization.recipe=tensorwise"
     ),
     "four padded stages of delta rules and convolutions": (
         "model.num_layers=14; model.layers=*(kda,moe conv,moe); model.norm=layernorm; "

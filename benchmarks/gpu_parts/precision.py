@@ -34,7 +34,7 @@ def measure_fp8(size: Sizes, tokens: int, width: int, out: int) -> dict:
 
     x_TI, w_IO, slope_TO = random([(tokens, width), (width, out), (tokens, out)])
     products, skipped = {"bf16": jnp.matmul}, {}
-    for kind in ("tensorwise", "delayed", "blockwise", "mxfp8", "nvfp4"):
+    for kind in ("tensorwise", "blockwise", "mxfp8", "nvfp4"):
         recipe = recipe_of(QuantizationConfig(QuantizationRecipe[kind]))
         assert recipe is not None
         try:
@@ -55,13 +55,8 @@ def quantized_product(recipe, w_IO) -> Callable:
     import jax
     import jax.numpy as jnp
 
-    from maxmeg.ops import delayed
     from maxmeg.ops.quantized import matmul
 
-    if recipe.history is not None:
-        scales = jnp.full(3, 2.0**-6)  # normal numbers fit
-        codes = delayed.saturated(w_IO, scales[delayed.WEIGHT], recipe.forward), scales[0]
-        return lambda x, w: delayed.matmul(x, w, codes, scales, jnp.zeros(3), delayed.PLAIN, recipe)
     copies = recipe.weights(w_IO, jnp.max(jnp.abs(w_IO)))
     key = jax.random.key_data(jax.random.key(0)) if recipe.draws else None
     return lambda x, w: matmul(x, w, copies[0], copies[-1], recipe, key)

@@ -107,10 +107,6 @@ class Sizes:
             *("llama3-8b", 8192, ((1, "minimal"), (1, "selective"), (1, "full")), 8),
             settings=(("train.quantization.recipe", "tensorwise"),),
         ),
-        Model(
-            *("llama3-8b", 8192, ((1, "minimal"), (1, "selective"), (1, "full")), 8),
-            settings=(("train.quantization.recipe", "delayed"),),
-        ),
         Model("llama3-8b", 8192, ((1, "minimal"), (1, "selective"), (1, "full")), layers=4),
         Model("345m", 1024, ((32, "minimal"), (16, "minimal"), (16, "full"))),
     )
@@ -153,7 +149,6 @@ TINY = Sizes(
         Model("tiny", 32, ((2, "minimal"),), layers=2),
         Model("tiny", 32, ((2, "minimal"),), layers=1),
         Model("tiny", 32, ((2, "minimal"),), 1, (("train.quantization.recipe", "tensorwise"),)),
-        Model("tiny", 32, ((2, "minimal"),), 1, (("train.quantization.recipe", "delayed"),)),
     ),
     optimized=Model("tiny", 32, ((2, "full"),), layers=1),
     optimizers=("AdamW", "AdamW, offload"),

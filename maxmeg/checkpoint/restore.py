@@ -14,7 +14,7 @@ from maxmeg.checkpoint.storage import Order, disk_shape
 from maxmeg.processes.host import to_device
 
 Wanted = Mapping[str, jax.ShapeDtypeStruct]
-HISTORY = "history"  # the tensors of delayed scaling, which a run may leave in the checkpoint
+HISTORY = "history"  # tensors of delayed scaling, which earlier versions saved and no run reads
 
 
 def check_tree(
@@ -24,9 +24,7 @@ def check_tree(
     orders: Mapping[str, Order],
     partial: bool,
 ) -> None:
-    """Raise ValueError naming the tensors in which the checkpoint and the wanted tree differ.
-
-    A checkpoint may have more histories than are wanted."""
+    """Raise ValueError naming the tensors in which the checkpoint and the wanted tree differ."""
     where = f"the checkpoint of step {manifest.step}"
     absent = [path for path in wanted if path not in manifest.tensors]
     if absent:

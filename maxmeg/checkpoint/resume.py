@@ -5,7 +5,6 @@ import typing
 from collections.abc import Iterable
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from maxmeg.checkpoint.initialize import (
@@ -19,8 +18,7 @@ from maxmeg.checkpoint.initialize import (
 )
 from maxmeg.checkpoint.integrity import Manifest, flatten
 from maxmeg.checkpoint.manager import Checkpointer
-from maxmeg.checkpoint.restore import HISTORY, check_tree
-from maxmeg.checkpoint.storage import disk_shape
+from maxmeg.checkpoint.restore import check_tree
 from maxmeg.config import files
 from maxmeg.config.initial import first_difference
 from maxmeg.config.model import ModelConfig
@@ -82,7 +80,7 @@ def resume(
         check(config, manifest, abstract, tokenizer)
         found = restore(source, step, as_saved(config, abstract, manifest))
         found = from_disk(found, saved_moments(manifest), config.optim, abstract)
-        found = with_scaler_of(with_history(found, abstract), config, abstract)
+        found = with_scaler_of(found, config, abstract)
         found = with_average(found, abstract)
         return step, found, manifest.metadata
 
@@ -146,8 +144,8 @@ def saved_moments(manifest: Manifest) -> Moments:
 
 
 def as_saved(config: Config, abstract: TrainState, manifest: Manifest) -> TrainState:
-    """The abstract state with the arrays of a checkpoint; `from_disk`, `with_history`,
-    `with_scaler_of` and `with_average` convert the restored arrays to the run's state."""
+    """The abstract state with the arrays of a checkpoint; `from_disk`, `with_scaler_of`
+    and `with_average` convert the restored arrays to the run's state."""
     moments, place = saved_moments(manifest), abstract.step.sharding
     if moments is not config.optim.moments:
         assert isinstance(place, NamedSharding)
@@ -157,30 +155,7 @@ def as_saved(config: Config, abstract: TrainState, manifest: Manifest) -> TrainS
         abstract = abstract_state(dataclasses.replace(config, optim=optim), optimizer, mesh)
     state = on_disk(abstract)
     ema = (state.ema or trained(state.model)) if has_averages(manifest.tensors) else None
-    history = state.history if has_history(state, manifest) else None
-    return with_saved_scaler(dataclasses.replace(state, ema=ema, history=history), manifest)
-
-
-def has_history(abstract: TrainState, manifest: Manifest) -> bool:
-    """Whether a checkpoint has the histories of a run's delayed scaling, and of their length."""
-    names, orders = to_arrays({HISTORY: abstract.history}), orders_of(abstract)
-    paths = {name.replace(".", "/"): leaf.shape for name, leaf in names.items()}
-    shapes = {path: disk_shape(shape, orders.get(path)) for path, shape in paths.items()}
-    found = {path: manifest.tensors[path].shape for path in shapes if path in manifest.tensors}
-    return found == shapes
-
-
-def with_history(state: TrainState, abstract: TrainState) -> TrainState:
-    """The state with an empty history of delayed scaling if the run needs one and the checkpoint
-    has none of its length."""
-    if abstract.history is None or state.history is not None:
-        return state
-
-    def zeros():
-        return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), abstract.history)
-
-    history = jax.jit(zeros, out_shardings=shardings_of(abstract.history))()
-    return dataclasses.replace(state, history=history)
+    return with_saved_scaler(dataclasses.replace(state, ema=ema), manifest)
 
 
 def has_averages(tensors: Iterable[str]) -> bool:

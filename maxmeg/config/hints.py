@@ -107,11 +107,20 @@ SYNONYMS = {
 # What was removed, and what to do instead. Of a setting or a flag: the values that changed nothing,
 # which saved runs hold; of setting=value: the value in its place, which such runs get.
 _OVERLAP = "leave it out: XLA runs transfers over tensor beside other work"
+_DELAYED = "use train.quantization.recipe=tensorwise, whose scales are those of the step itself"
+_HISTORY = "leave it out: scales are those of the step itself"
 REMOVED = {
     "parallel.tensor_overlap": ("auto off", _OVERLAP),
     "tp-comm-overlap": ("", _OVERLAP),
     "parallel.expert_exchange=ragged": ("all_to_all", "use all_to_all"),
     "parallel.schedule=gpipe": ("one_f_one_b", "use one_f_one_b: as fast, in less memory"),
+    "train.quantization.recipe=delayed": ("tensorwise", _DELAYED),
+    "train.quantization.margin": ("0", _HISTORY),
+    "train.quantization.amax_history_length": ("1024", _HISTORY),
+    "train.quantization.amax_algorithm": ("max", _HISTORY),
+    "fp8-margin": ("", _HISTORY),
+    "fp8-amax-history-len": ("", _HISTORY),
+    "fp8-amax-compute-algo": ("", _HISTORY),
 }
 DEVICES = "gpus gpu num_gpus n_gpus device devices num_devices nproc_per_node"  # not settings
 _ROOTS = ("runs", "configs", "data", "checkpoints", "models")  # folder names, not users of the Hub

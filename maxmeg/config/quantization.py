@@ -9,7 +9,6 @@ from maxmeg.config.setting import Section, setting
 class QuantizationRecipe(enum.Enum):
     none = "none"
     tensorwise = "tensorwise"
-    delayed = "delayed"
     blockwise = "blockwise"
     mxfp8 = "mxfp8"
     nvfp4 = "nvfp4"
@@ -30,11 +29,6 @@ class Fp8Format(enum.Enum):
     e4m3 = "e4m3"
 
 
-class AmaxAlgorithm(enum.Enum):
-    max = "max"
-    most_recent = "most_recent"
-
-
 @dataclasses.dataclass(repr=False)
 class QuantizationConfig(Section):
     """Matrix products of 8-bit and 4-bit numbers in the layers."""
@@ -43,9 +37,7 @@ class QuantizationConfig(Section):
         QuantizationRecipe.none,
         "tensorwise: the layers' projections multiply 8-bit inputs, weights and gradients, with "
         "one scale per tensor; attention, embedding, output layer, router and norms stay in "
-        "model.dtype; needs GPUs of compute capability 8.9 or newer (CPUs emulate it) | "
-        "delayed: as tensorwise, with scales from the largest magnitudes of earlier steps, which "
-        "saves reading each operand once to find its largest magnitude | blockwise: "
+        "model.dtype; needs GPUs of compute capability 8.9 or newer (CPUs emulate it) | blockwise: "
         "E4M3, one scale per 128 inputs or gradients and per 128 x 128 weights (DeepSeek-V3); "
         "see backend | mxfp8: E4M3, one scale per 32 elements; needs compute capability 10.0 or "
         "newer | nvfp4: E2M1, one E4M3 scale per 16 elements, Hadamard transforms before weight "
@@ -61,35 +53,13 @@ class QuantizationConfig(Section):
         Fp8Format.hybrid,
         "hybrid: E4M3, and E5M2 for gradients of outputs | e4m3: E4M3 for all",
         "--fp8-format",
-        needs="recipe=tensorwise|delayed",
-    )
-    margin: int = setting(
-        0,
-        "the scales leave room for magnitudes 2^margin times the amax",
-        "--fp8-margin",
-        at_least=0,
-        at_most=16,
-        needs="recipe=delayed",
-    )
-    amax_history_length: int = setting(
-        1024,
-        "number of steps whose largest magnitudes (amax) are kept for each operand",
-        "--fp8-amax-history-len",
-        at_least=1,
-        needs="recipe=delayed",
-    )
-    amax_algorithm: AmaxAlgorithm = setting(
-        AmaxAlgorithm.max,
-        "the amax that determines a scale: max: the largest of the history | most_recent: "
-        "the last step's",
-        "--fp8-amax-compute-algo",
-        needs="recipe=delayed",
+        needs="recipe=tensorwise",
     )
     dispatch: bool = setting(
         False,
         "send tokens to experts in E4M3, and in backward the gradients of the experts' outputs; "
         "the way back stays in model.dtype (DeepSeek-V3). Needs parallel.expert",
-        needs="recipe=tensorwise|delayed|blockwise|mxfp8",
+        needs="recipe=tensorwise|blockwise|mxfp8",
     )
     backend: BlockBackend = setting(
         BlockBackend.auto,

@@ -47,19 +47,6 @@ Shares = enum.Enum("Shares", ["nothing", "layer", "column"])
 
 
 @dataclasses.dataclass(frozen=True)
-class AmaxHistory:
-    """How delayed scaling makes a scale of the largest magnitudes of earlier steps.
-
-    length: number of steps. latest: the scale is for the last step's magnitude, else for the
-    largest of all. margin: binary logarithm of the room above that magnitude.
-    """
-
-    length: int
-    latest: bool = False
-    margin: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
 class Recipe:
     """How a layer's products round their operands: inputs and weights to the dtype `forward`,
     gradients of outputs to `backward`.
@@ -70,8 +57,7 @@ class Recipe:
     wider copies of them; in blocks of 128 `backend` (ops/block_matmul.py) decides. speed: the peak
     FLOP/s of these products, as a multiple of that for 16 bits. capability: least compute
     capability of GPUs. draws: gradients are rounded stochastically, with the key of `slopes`.
-    grouped: experts' grouped products (ops/experts/grouped_matmul.py) take this recipe. history: of
-    delayed scaling (ops/delayed.py); None: scales are those of the operands themselves. dispatch:
+    grouped: experts' grouped products (ops/experts/grouped_matmul.py) take this recipe. dispatch:
     tokens are sent to experts in 8 bits (distributed/experts/packed.py).
     """
 
@@ -86,7 +72,6 @@ class Recipe:
     capability: tuple[int, int] = ADA
     draws: bool = False
     grouped: bool = True
-    history: AmaxHistory | None = None
     dispatch: bool = False
 
     @property
@@ -102,9 +87,9 @@ class Recipe:
 
     def passes(self, device: Device) -> float:
         """How often quantization moves the 16-bit bytes of an operand: it is read for the largest
-        magnitude (which delayed scaling finds on the way) and the codes, and half of it written;
-        and read, and a wider copy written, where products read that."""
-        return (2.5 if self.multiplies_codes_on(device) else 4.0) - (self.history is not None)
+        magnitude and the codes, and half of it written; and read, and a wider copy written, where
+        products read that."""
+        return 2.5 if self.multiplies_codes_on(device) else 4.0
 
     def weight_bytes(self, count: int) -> int:
         """Bytes of a quantized copy of `count` weights, without scales of whole layers."""
@@ -174,7 +159,7 @@ def check_device(recipe: Recipe, device: Device) -> None:
         raise ValueError(
             "this train.quantization.recipe (mxfp8, nvfp4) needs compute capability 10.0 "
             f"(Blackwell) or newer, found {found}: set train.quantization.recipe=tensorwise, "
-            "delayed, blockwise, mxfp4 or a qat_... recipe"
+            "blockwise, mxfp4 or a qat_... recipe"
         )
 
 

@@ -2,20 +2,14 @@
 
 import dataclasses
 
-from maxmeg.config.quantization import (
-    AmaxAlgorithm,
-    Fp8Format,
-    QuantizationConfig,
-    QuantizationRecipe,
-)
+from maxmeg.config.quantization import Fp8Format, QuantizationConfig, QuantizationRecipe
 from maxmeg.ops.backend import BLACKWELL
 from maxmeg.ops.fp4 import Mxfp4, Nvfp4
-from maxmeg.ops.quantized import BLOCK, E4M3, E5M2, MX_BLOCK, AmaxHistory, Recipe
+from maxmeg.ops.quantized import BLOCK, E4M3, E5M2, MX_BLOCK, Recipe
 from maxmeg.ops.straight_through import Int8, straight_through
 
 RECIPES = {
     QuantizationRecipe.tensorwise: Recipe(backward=E4M3),
-    QuantizationRecipe.delayed: Recipe(backward=E4M3),
     QuantizationRecipe.blockwise: Recipe(backward=E4M3, block=BLOCK, square=True),
     QuantizationRecipe.mxfp8: Recipe(
         backward=E4M3, block=MX_BLOCK, copies=2, capability=(BLACKWELL, 0)
@@ -26,7 +20,6 @@ RECIPES = {
     QuantizationRecipe.qat_mxfp4: straight_through(Mxfp4(), rounds_inputs=False),
     QuantizationRecipe.qat_int8: straight_through(Int8()),
 }
-HYBRID = QuantizationRecipe.tensorwise, QuantizationRecipe.delayed  # may have E5M2 gradients
 
 
 def recipe_of(config: QuantizationConfig) -> Recipe | None:
@@ -34,11 +27,11 @@ def recipe_of(config: QuantizationConfig) -> Recipe | None:
     recipe = RECIPES.get(config.recipe)
     if recipe is None:
         return None
-    history, backward = None, recipe.backward
-    if config.recipe is QuantizationRecipe.delayed:
-        latest = config.amax_algorithm is AmaxAlgorithm.most_recent
-        history = AmaxHistory(config.amax_history_length, latest, config.margin)
-    if config.recipe in HYBRID and config.format is Fp8Format.hybrid:
-        backward = E5M2
-    changes = {"history": history, "backward": backward, "dispatch": config.dispatch}
-    return dataclasses.replace(recipe, backend=config.backend.value, **changes)
+    is_tensorwise = config.recipe is QuantizationRecipe.tensorwise
+    is_hybrid = is_tensorwise and config.format is Fp8Format.hybrid
+    return dataclasses.replace(
+        recipe,
+        backward=E5M2 if is_hybrid else recipe.backward,
+        backend=config.backend.value,
+        dispatch=config.dispatch,
+    )

@@ -1,6 +1,4 @@
-"""Arrays that are reduced by maximum where other arrays are summed: over microbatches, devices and
-the uses of a layer. So are their gradients, which autodiff alone would add up.
-"""
+"""Auxiliary values that are reduced by maximum over microbatches and devices; others are summed."""
 
 import dataclasses
 import typing
@@ -30,15 +28,3 @@ def combine(total, new):
         return a + b.astype(a.dtype)
 
     return jax.tree.map(reduce, total, new, is_leaf=is_max)
-
-
-def used_twice(tree):
-    """(tree, tree), for two uses: the gradient of a Max is the maximum of theirs, not the sum."""
-    leaves, structure = jax.tree.flatten(tree, is_leaf=is_max)
-    pairs = [map(Max, _twice(leaf.value)) if is_max(leaf) else (leaf, leaf) for leaf in leaves]
-    first, second = zip(*pairs, strict=True)
-    return jax.tree.unflatten(structure, first), jax.tree.unflatten(structure, second)
-
-
-_twice: typing.Any = jax.custom_vjp(lambda array: (array, array))
-_twice.defvjp(lambda array: ((array, array), None), lambda _, slopes: (jnp.maximum(*slopes),))

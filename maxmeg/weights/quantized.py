@@ -17,9 +17,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxmeg.ops import delayed
 from maxmeg.ops.backend import target_device
-from maxmeg.ops.quantized import Quantized, Recipe, Shares, check_device, matmul, trailing
+from maxmeg.ops.quantized import Quantized, Recipe, Shares, check_device, matmul
 from maxmeg.ops.random import fold
 from maxmeg.parallel.collectives import (
     PIPE_AXIS,
@@ -29,9 +28,8 @@ from maxmeg.parallel.collectives import (
     max_over,
     unshard_parameter,
 )
-from maxmeg.parallel.maxima import Max
 from maxmeg.parallel.mesh import MESH_AXES
-from maxmeg.parallel.rules import Cut, Reduction, mesh_axes
+from maxmeg.parallel.rules import Cut, mesh_axes
 
 MULTIPLE = 16  # sizes of matrices that cuBLAS multiplies
 KEY = 2**20  # folded into a step's key: of the rounding of gradients (layers are fewer)
@@ -40,11 +38,9 @@ KEY = 2**20  # folded into a step's key: of the rounding of gradients (layers ar
 class Codes(nnx.Module):
     """The quantized copies of a weight [.., I, O], sharded like the weight.
 
-    copies: tensorwise and delayed, one copy with one scale per layer, shared by a layer's experts;
-    mxfp8, a copy for forward and one for backward; others, one copy for both. keys: for the
-    stochastic rounding of gradients, one per layer; None: they are rounded to nearest. past: for
-    products with delayed scaling, the scales [.., 3] of ops/delayed.py and the Max that is their
-    `largest`.
+    copies: tensorwise, one copy with one scale per layer, shared by a layer's experts; mxfp8, a
+    copy for forward and one for backward; others, one copy for both. keys: for the stochastic
+    rounding of gradients, one per layer; None: they are rounded to nearest.
     """
 
     def __init__(
@@ -53,7 +49,6 @@ class Codes(nnx.Module):
         copies: list[Quantized],
         recipe: Recipe,
         keys: jax.Array | None = None,
-        past: tuple[jax.Array, Max] | None = None,
     ):
         def variable(array: jax.Array, *axes: None) -> nnx.Variable:
             return nnx.Variable(array, axes=axes, frozen=True, exact=True)
@@ -65,16 +60,11 @@ class Codes(nnx.Module):
 
         self.copies = nnx.List([nnx.List([stored(array) for array in copy]) for copy in copies])
         self.keys = nnx.data(None if keys is None else variable(keys, None))
-        self.past = nnx.data(None if past is None else (variable(past[0]), past[1]))
         self.recipe = recipe
 
     def product(self, x: jax.Array, weight: nnx.Variable) -> jax.Array:
         """x [.., T, I] times the codes; the gradient goes to `weight`."""
         copies, w = self.whole(), unshard_parameter(weight)
-        if self.past is not None:
-            scales, largest = self.past
-            past = scales[...], largest.value
-            return delayed.matmul(x, w, copies[0], *past, delayed.PLAIN, self.recipe)
         key = None if self.keys is None else self.keys[...]
         return matmul(x, w, copies[0], copies[-1], self.recipe, key)
 
@@ -85,8 +75,7 @@ class Codes(nnx.Module):
                 "train.quantization.recipe=nvfp4, mxfp4 and qat_... need equally many rows for "
                 "each expert: set model.moe.backend=batched, or an 8-bit recipe"
             )
-        past = None if self.past is None else (self.past[0][...], self.past[1].value)
-        return {"codes": self.whole(), "recipe": self.recipe, "past": past}
+        return {"codes": self.whole(), "recipe": self.recipe}
 
     def whole(self) -> list[Quantized]:
         """The copies gathered over fsdp."""
@@ -99,15 +88,13 @@ def with_codes(
     recipe: Recipe | None,
     before,
     raw_key: jax.Array | None = None,
-    scales: list[jax.Array] | None = None,
 ):
     """Return `model` and `reductions` with Codes of the matrices that the layers' modules name in
     `quantizable`, except those with sizes that cuBLAS or cuDNN cannot multiply in 8 bits.
 
     model: this device's shards (fsdp; in the stack also ZeRO-1). recipe: None changes nothing.
     before: arrays on which the collectives here wait. raw_key: the step's, for recipes that round
-    gradients stochastically. scales: as from layers.amax_history.delayed_scales; None: those of the
-    weights. ValueError if a shard cuts a block, or no matrix can be quantized.
+    gradients stochastically. ValueError if a shard cuts a block, or no matrix can be quantized.
     """
     if recipe is None:
         return model, reductions
@@ -124,14 +111,10 @@ def with_codes(
     cuts = [getattr(module, name).get_value().cut for module, name in sides[1]]
     # Elsewhere than in the stack, the shards of ZeRO-1 have been gathered.
     cuts = [cut if layers_of(weight) else None for cut, weight in zip(cuts, weights, strict=True)]
-    if scales is None:
-        quantized = quantized_weights(weights, cuts, recipe, before)
-    else:
-        quantized = with_past_scales(weights, recipe, scales)
+    quantized = quantized_weights(weights, cuts, recipe, before)
     key = None if raw_key is None or not recipe.draws else jax.random.wrap_key_data(raw_key)
-    pasts = [None] * len(weights) if scales is None else scales
-    rows = zip(*sides, weights, cuts, quantized, pasts, strict=True)
-    for number, ((module, name), (places, _), weight, cut, copies, past) in enumerate(rows):
+    rows = zip(*sides, weights, cuts, quantized, strict=True)
+    for number, ((module, name), (places, _), weight, cut, copies) in enumerate(rows):
         if cut is not None:
 
             def whole(array, cut=cut):
@@ -139,14 +122,9 @@ def with_codes(
 
             copies = jax.tree.map(whole, copies)
         keys = None if key is None else layer_keys(fold(key, KEY, number), weight)
-        codes = Codes(
-            weight, copies, recipe, keys, None if past is None else (past, known_maxima(weight))
-        )
+        codes = Codes(weight, copies, recipe, keys)
         module.codes = module.codes | {name: codes}
-        nothing = jax.tree.map(lambda _: None, codes)
-        if nothing.past is not None:
-            nothing.past = nothing.past[0], Max(Reduction(None, ()))
-        places.codes = places.codes | {name: nothing}
+        places.codes = places.codes | {name: jax.tree.map(lambda _: None, codes)}
     return model, reductions
 
 
@@ -187,24 +165,6 @@ def quantized_weights(
     else:
         largest = _largest_of_columns(weights, cuts, before)
     return [recipe.weights(w[...], most) for w, most in zip(weights, largest, strict=True)]
-
-
-def with_past_scales(
-    weights: list[nnx.Variable], recipe: Recipe, scales: list[jax.Array]
-) -> list[list[Quantized]]:
-    """Quantize each weight with the scale [.., 3] that delayed scaling has for it."""
-    copies = []
-    for weight, of_operands in zip(weights, scales, strict=True):
-        scale = of_operands[..., delayed.WEIGHT]
-        codes = delayed.saturated(weight[...], trailing(scale, weight.ndim), recipe.forward)
-        copies.append([(codes, scale)])
-    return copies
-
-
-def known_maxima(weight: nnx.Variable) -> Max:
-    """The largest magnitudes [.., 3] that are known before the products: of the local weight."""
-    most = largest_of_layers(weight).astype(jnp.float32)
-    return Max(jnp.stack([jnp.zeros_like(most), most, jnp.zeros_like(most)], axis=-1))
 
 
 def layers_of(weight: nnx.Variable) -> int:

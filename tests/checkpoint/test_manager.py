@@ -265,6 +265,13 @@ def test_partial_restore_reads_only_its_part(two_steps):
     assert_same_bits(restored, {"model": trees[2]["model"]})
 
 
+def test_histories_of_delayed_scaling_are_passed_over(folder):
+    tree = make_tree(make_mesh(2, 1))
+    saved = Checkpointer(folder)
+    assert saved.save(1, tree | {"history": {"scales": jnp.ones(3)}}, {}) and saved.wait()
+    assert_same_bits(saved.restore(1, abstract(tree))[0], tree)
+
+
 def test_differences_are_named(two_steps):
     checkpointer, trees = two_steps
     wanted = abstract(trees[2])

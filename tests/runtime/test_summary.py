@@ -13,7 +13,7 @@ from maxmeg.runtime.metrics.progress import quantity
 from maxmeg.runtime.metrics.summary import summary
 
 ONE = dict.fromkeys(("pipe", "data", "fsdp", "expert", "context", "tensor"), 1)
-STATE = types.SimpleNamespace(model={}, optimizer={}, remainders=None, ema=None, history=None)
+STATE = types.SimpleNamespace(model={}, optimizer={}, remainders=None, ema=None)
 SMALL = {"num_layers": 2, "hidden_size": 8, "attention.num_heads": 2, "vocab_size": 257}
 NORMS_AND_TABLES = 5 * 8 + 2 * 257 * 8
 ATTENTION, MLP = 4 * 8 * 8, 3 * 8 * 32  # weights of a layer

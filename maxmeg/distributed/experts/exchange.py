@@ -33,7 +33,6 @@ from maxmeg.ops.experts.dispatch import (
 )
 from maxmeg.ops.quantized import Recipe
 from maxmeg.parallel import collectives
-from maxmeg.parallel.maxima import combine, used_twice
 from maxmeg.parallel.mesh import MESH_AXES
 from maxmeg.parallel.trainable import fixed, joined, trained
 
@@ -278,8 +277,7 @@ def run_rounds(
     """
     if exchange.one_suffices:
         return exchange.run(0, experts, x_TD, weights_TK, plan)
-    first, experts = used_twice(experts)
-    y_TD = exchange.run(0, first, x_TD, weights_TK, plan)
+    y_TD = exchange.run(0, experts, x_TD, weights_TK, plan)
     rounds = exchange.count_rounds(plan)
     return further_rounds(exchange, 1, y_TD, experts, x_TD, weights_TK, plan, rounds)
 
@@ -308,7 +306,7 @@ def _further_rounds_backward(exchange, first, operands, slope_TD):
             return exchange.run(number, joined(experts, others), *rest, plan)
 
         _, pull = jax.vjp(run, *variables)
-        return number + 1, combine(total, pull(slope_TD))
+        return number + 1, jax.tree.map(jnp.add, total, pull(slope_TD))
 
     zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), variables)
     start = (jnp.int32(first), zeros)

@@ -26,7 +26,6 @@ from maxmeg.distributed.experts.exchange import (
 from maxmeg.ops.experts.dispatch import pad_experts, spread
 from maxmeg.ops.experts.routing import Routing, RoutingSpec
 from maxmeg.parallel import collectives
-from maxmeg.parallel.maxima import used_twice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +52,7 @@ def exchange_by_node(
     places_TN = places_at_nodes(node_TK, inside.nodes)
     if nodes.direct is None:
         return once_per_node(nodes, experts, x_TD, routing, kept_TK, places_TN)
-    first, experts = used_twice(experts)
-    y_TD = once_per_node(nodes, first, x_TD, routing, kept_TK, places_TN)
+    y_TD = once_per_node(nodes, experts, x_TD, routing, kept_TK, places_TN)
     place_TK = jnp.take_along_axis(places_TN, jnp.minimum(node_TK, inside.nodes - 1), axis=1)
     left_TK = kept_TK & (place_TK >= nodes.rows)
     plan = plan_of(nodes.direct, routing.experts_TK, left_TK, local_experts)

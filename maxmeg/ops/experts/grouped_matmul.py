@@ -13,24 +13,19 @@ forward and input gradient along rows, the gradient of w along the tokens of a g
   not needed. Backends multiply codes. Hopper's tensor cores accumulate them with fewer bits than
   float32 (DeepSeek-V3, section 3.3.2), which beside roundings to 2^-4 does not show in sums over
   features; sums over tokens are added up in float32 every 128 tokens.
-- Delayed scaling (ops/delayed.py): x and gradients also have one scale for all experts, with which
-  they are rounded once, for both of their products.
 - Scales of blocks (blockwise, mxfp8): for the gradient of w every group is padded with zeros to
   whole blocks, so that no block has rows of two groups. The backend mosaic multiplies the codes of
   blockwise where dense layers do (ops/block_matmul.py). Else they are dequantized, and products are
   of 16 bits.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import Partial
 from jaxtyping import Array, Float, Int
 
-from maxmeg.ops import delayed
 from maxmeg.ops.backend import pick, target_device
 from maxmeg.ops.experts import grouped_matmul_mosaic, grouped_matmul_xla
 from maxmeg.ops.experts.aligned_groups import align_groups, aligned_sizes
@@ -39,7 +34,6 @@ from maxmeg.ops.quantized import (
     E4M3,
     Quantized,
     Recipe,
-    biased_exponents,
     no_gradient,
     power_of_two,
     quantize,
@@ -49,7 +43,6 @@ from maxmeg.ops.quantized import (
 
 BACKENDS = {"mosaic": grouped_matmul_mosaic, "xla": grouped_matmul_xla}
 ORDER = ("xla",)  # for "auto": mosaic has not been measured
-Past = tuple[Array, Array]  # `scales` and `largest` of ops.delayed.matmul
 
 
 def grouped_matmul(
@@ -60,7 +53,6 @@ def grouped_matmul(
     codes: list[Quantized] | None = None,
     recipe: Recipe | None = None,
     x_codes: Quantized | None = None,
-    past: Past | None = None,
     backend: str = "auto",
 ) -> Float[Array, "T F"]:
     """y[t] = x[t] @ w[group of t], in the dtype of x, accumulated in float32.
@@ -70,8 +62,7 @@ def grouped_matmul(
 
     codes: w quantized by `recipe` (Recipe.weights), in place of w, which is then not read and only
     gets the gradient. recipe: of all three products; None: they are in the dtype of x. x_codes: x
-    by `in_rows`, if it is there already; None: it is quantized here. past: of delayed scaling,
-    which does not read x_codes.
+    by `in_rows`, if it is there already; None: it is quantized here.
 
     backend: a key of BACKENDS, or "auto". ValueError if shapes do not fit or the backend cannot run
     the call.
@@ -79,8 +70,6 @@ def grouped_matmul(
     check_shapes(x_TD, w_EDF, sizes_E)
     call = (x_TD, w_EDF, sizes_E, recipe is not None and not recipe.block)
     chosen = pick("grouped_matmul", BACKENDS, ORDER, backend, call)
-    if past is not None and codes is not None and recipe is not None:
-        return delayed_product(x_TD, w_EDF, sizes_E, codes[0], past, recipe, chosen)
     return product(x_TD, w_EDF, sizes_E, codes, x_codes, recipe, chosen)
 
 
@@ -149,35 +138,6 @@ def multiply_columns(
     if not multiplies_codes(recipe, backend):
         left, right, scales = recipe.wide(x, exact(dtype)), recipe.wide(y, exact(dtype)), ()
     return weights(left, right, aligned_sizes(sizes_E, recipe.block), scales).astype(dtype)
-
-
-def delayed_product(
-    x_TD: Array, w_EDF: Array, sizes_E: Array, codes: Quantized, past: Past, recipe, backend: str
-) -> Array:
-    """The product with delayed scaling. Rows after the last group do not count as magnitudes."""
-
-    def live(rows: Array) -> Array:
-        return grouped_matmul_xla.live_rows(rows, sizes_E)
-
-    scales, largest = past
-    # Backends multiply E4M3 alone: the scale of gradients is made for the range of recipe.backward.
-    ranges = [float(jnp.finfo(dtype).max) for dtype in (recipe.backward, E4M3)]
-    scales = scales.at[delayed.GRADIENT].multiply(ranges[0] / ranges[1])
-    recipe = dataclasses.replace(recipe, backward=E4M3)
-    products = Partial(functools.partial(delayed_multiply, recipe, backend), sizes_E)
-    return live(delayed.matmul(live(x_TD), w_EDF, codes, scales, largest, products, recipe))
-
-
-def delayed_multiply(
-    recipe: Recipe, backend: str, sizes_E: Array, a: Quantized, b: Quantized, dims, dtype
-) -> Array:
-    """As `ops.quantized.multiply` of all rows, but of the rows of each group."""
-    (codes, scale), how = a, (recipe, backend, dtype)
-    if dims == (-2, -2):
-        x, y = ((codes, jnp.broadcast_to(scale, codes.shape[1:])) for codes, scale in (a, b))
-        return multiply_columns(x, y, sizes_E, *how)
-    exponents = jnp.broadcast_to(biased_exponents(scale), (len(codes), 1))
-    return multiply((codes, exponents), b, sizes_E, "KN" if dims == (-1, -2) else "NK", *how)
 
 
 def exact(dtype) -> jnp.dtype:

@@ -21,7 +21,6 @@ from maxmeg.planning.cost.backward import (
 from maxmeg.planning.cost.loss import FLOAT32, Head
 from maxmeg.planning.cost.optimizer import (
     average_bytes,
-    history_bytes,
     host_master_bytes,
     is_halved,
     moment_bytes,
@@ -352,9 +351,8 @@ def parameter_memory(work: Workload) -> dict[str, int]:
 
     masters: float32 parameters, or bfloat16 ones and remainders, sharded by RULES and ZeRO-1; and
     state that is not trained, in float32.
-    optimizer: moments and averages (optim.ema), sharded like the masters, and histories of delayed
-    scaling. optim.offload moves moments and averages to the host, and masters as
-    `host_master_bytes` says.
+    optimizer: moments and averages (optim.ema), sharded like the masters. optim.offload moves
+    them to the host, and masters as `host_master_bytes` says.
     frozen: base weights of adapters, in the compute dtype; the entries below exclude them.
     weights: masters cast to the compute dtype or quantized, once per step, under ZeRO-1
     gathered over data, and fused (0 if nothing changes them: float32 in float32, or bfloat16 with
@@ -383,7 +381,7 @@ def parameter_memory(work: Workload) -> dict[str, int]:
     return {
         "master weights": masters,
         **({"frozen": e * frozen} if frozen else {}),
-        "optimizer": moments + averages + history_bytes(work),
+        "optimizer": moments + averages,
         "compute weights": copied,
         "gradients": sum(_gradient_bytes(work, shard) for shard in trained),
     }

@@ -11,7 +11,6 @@ from flax import nnx
 from jax.sharding import AbstractMesh
 
 from maxmeg.config.schema import Masters, Moments, Optimizer
-from maxmeg.ops.delayed import OPERANDS
 from maxmeg.optim.muon import coefficients, exchanged_over, parts
 from maxmeg.optim.storage import block_size, has_remainder
 from maxmeg.optim.trees import factor, is_matrix, without_matrix
@@ -55,18 +54,6 @@ def moment_bytes(work: Workload, shard: Shard) -> int:
 def average_bytes(work: Workload, shard: Shard) -> int:
     """Bytes of the average that optim.ema keeps of a trained parameter on a device."""
     return FLOAT32 * shard.stored if work.config.optim.ema.decay else 0
-
-
-def history_bytes(work: Workload) -> int:
-    """Bytes of the histories of delayed scaling on a device, those of its stage's layers."""
-    if work.recipe is None or work.recipe.history is None:
-        return 0
-    matrices = [shard.parameter for shard in work.shards if shard.parameter.quantizable]
-    # Projections that can be fused share one.
-    sharing = {(p.group, p.path if p.projections is None else p.projections) for p in matrices}
-    quantized = [group for group, _ in sharing]
-    layers = [1 if g is None else work.places[g] * work.config.parallel.chunks for g in quantized]
-    return FLOAT32 * len(OPERANDS) * (1 + work.recipe.history.length) * sum(layers)
 
 
 def stored_of_others(work: Workload, shard: Shard) -> Iterator[int]:

@@ -76,7 +76,7 @@ def parameter_words(config: Config) -> str:
 def memory_words(config: Config, state) -> str:
     """Memory per device: of the state by its shardings, of a whole step by the planner."""
     words = f"{memory_size(_bytes((state.model, state.remainders)))} parameters, "
-    words += f"{memory_size(_bytes((state.optimizer, state.ema, state.history)))} optimizer"
+    words += f"{memory_size(_bytes((state.optimizer, state.ema)))} optimizer"
     notes = [config.optim.optimizer.name] * (config.optim.optimizer is not Optimizer.adamw)
     notes += ["with averages"] * (config.optim.ema.decay > 0)
     notes += ["in host memory"] * config.optim.offload
