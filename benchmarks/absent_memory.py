@@ -22,9 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from maxmeg.config.parallel import ParallelConfig, Schedule
 from maxmeg.config.schema import Config, TrainConfig
 from maxmeg.config.validate import validate
-from maxmeg.models.dense_sizes import DENSE
-from maxmeg.models.expert_sizes import SPARSE
-from maxmeg.models.registry import use_architecture
+from maxmeg.models.registry import ARCHITECTURES, architecture, use_architecture
 from maxmeg.planning.analytic import analyze
 from maxmeg.planning.compile import compile_report
 from maxmeg.planning.hardware import GPUS_A_NODE, parse_cluster
@@ -35,6 +33,15 @@ GPUS = (1, 2, 4, 8, 16, 32, 64, 128)
 AXES = ("tensor", "pipe", "data", "expert")  # fsdp takes the remaining GPUs
 SLOW = {"deepseek-v2", "deepseek-v3"}  # minutes to compile
 LEAST, MOST = 0.10, 0.95  # of a GPU's memory
+
+
+def quick_models() -> list[str]:
+    """Decoders of attention, with or without experts."""
+    others = ("mamba", "gated_delta", "kda", "encoder_attention")
+    models = {name: architecture(name) for name in ARCHITECTURES.keys() - SLOW}
+    return sorted(
+        n for n, model in models.items() if model.attention.causal and not model.has(*others)
+    )
 
 
 def draws(
@@ -101,7 +108,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="numbers of draws to compile, with commas")
     parser.add_argument("--hlo", default="", help="folder for the compiled texts")
     options = parser.parse_args()
-    models = options.models.split(",") if options.models else sorted((DENSE | SPARSE).keys() - SLOW)
+    models = options.models.split(",") if options.models else quick_models()
     only = {int(number) for number in options.only.split(",") if number}
     found = draws(options.seed, models, options.axes.split(","))
     chosen = (draw for draw in found if not only or draw[0] in only)

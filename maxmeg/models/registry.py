@@ -1,4 +1,8 @@
-"""Named architectures as data: fields of ModelConfig.
+"""Named architectures: fields of ModelConfig, read from sizes/*.toml.
+
+A table `[base.NAME]` holds settings that several models share, by their dotted names; `[model]` has
+a line for each model. `from`: bases, of which later ones prevail, and whose settings those beside
+it replace; `sizes`, `experts` and `mamba_sizes` stand for the settings that LISTS names.
 
 Sources: table 2.1 of Brown et al. 2020 for GPT-3, else config.json of the model on Hugging Face
 unless a comment names another source. Tests compare the published numbers of parameters
@@ -6,27 +10,63 @@ unless a comment names another source. Tests compare the published numbers of pa
 """
 
 import dataclasses
+import tomllib
+import typing
+from pathlib import Path
 
 from maxmeg.config.data import DataConfig, Objective
+from maxmeg.config.files import leaves
 from maxmeg.config.hints import nearest_few
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.schema import Config
 from maxmeg.config.setting import with_fields
-from maxmeg.models.dense_sizes import DENSE, Fields
-from maxmeg.models.encoder_sizes import ENCODER_DECODERS, ENCODERS, LATER
-from maxmeg.models.expert_sizes import SPARSE
-from maxmeg.models.hybrid_sizes import HYBRIDS
-from maxmeg.models.linear_sizes import LINEAR
+from maxmeg.config.values import convert
 
+Fields = dict[str, typing.Any]
+
+FOLDER = Path(__file__).parent / "sizes"
+FILES = ("dense", "experts", "hybrid", "encoders")
+HEADS = ("attention.num_heads", "attention.num_kv_heads")
+LISTS = {  # the first settings alone where a list is shorter
+    "sizes": ("num_layers", "hidden_size", *HEADS, "mlp.ffn_size"),
+    "experts": ("moe.num_experts", "moe.ffn_size"),
+    "mamba_sizes": ("mamba.num_heads", "mamba.head_dim", "mamba.num_groups", "mamba.state_size"),
+}
 LONGEST_SAMPLE = 8192  # default limit of tokens per row, also if max_position is larger
-ARCHITECTURES: dict[str, Fields] = DENSE | SPARSE | HYBRIDS | LINEAR | ENCODERS
-ARCHITECTURES |= ENCODER_DECODERS
+
+
+def read_architectures() -> dict[str, Fields]:
+    """The settings of every model in the files, by its name."""
+    bases: dict[str, Fields] = {}
+    models: dict[str, Fields] = {}
+    for name in FILES:
+        tables = tomllib.loads((FOLDER / f"{name}.toml").read_text("utf-8"))
+        bases |= tables["base"]
+        models |= tables["model"]
+    kinds = leaves(ModelConfig)
+
+    def settings(entry: Fields) -> Fields:
+        parents = entry.get("from", [])
+        fields: Fields = {}
+        for parent in [parents] if isinstance(parents, str) else parents:
+            fields |= settings(bases[parent])
+        for name, value in entry.items():
+            if name in LISTS:
+                fields |= zip(LISTS[name], value, strict=False)
+            elif name != "from":
+                fields[name] = convert(name, value, kinds[name])
+        return fields
+
+    return {name: settings(entry) for name, entry in models.items()}
+
+
+ARCHITECTURES = read_architectures()
 ALIASES = {  # Megatron-LM's names
     "345m": "gpt2-355m",
     "1.3b": "gpt3-1.3b",
     "6.7b": "gpt3-6.7b",
     "175b": "gpt3-175b",
-    **{f"flan-t5-{size}": f"t5-v1.1-{size}" for size in LATER},
+    **{f"flan-{name}".replace("-v1.1", ""): name for name in ARCHITECTURES if "t5-v1.1-" in name},
 }
 
 
