@@ -26,7 +26,7 @@ ASKED_FOR = {
     "tensorboardX": "tensorboardX",
 }
 IMPORT = re.compile(r"^ *(?:import (\w+)|from (\w+)[\w.]* import )", re.MULTILINE)
-HELD = (".py", ".sbatch", ".json", ".html")  # endings of files that a wheel holds
+HELD = (".py", ".sbatch", ".json", ".html", ".toml")  # endings of files that a wheel holds
 TEST_COMMAND = "pip install -e '.[test]' && pytest -n 2"
 # Their private or fast-moving interfaces are used: a newer minor version may break a run.
 BOUNDED_ABOVE = {"flax", "grain", "jax", "optax"}
@@ -45,9 +45,9 @@ def test_a_wheel_holds_every_module(tmp_path: Path):
             copy = tmp_path / path.relative_to(REPOSITORY)
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.write_bytes(path.read_bytes())
+    expected = {str(p.relative_to(tmp_path)) for end in HELD for p in tmp_path.rglob(f"*{end}")}
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         (tmp_path / name).write_bytes((REPOSITORY / name).read_bytes())
-    expected = {str(p.relative_to(tmp_path)) for end in HELD for p in tmp_path.rglob(f"*{end}")}
     build = "import setuptools.build_meta as b; b.build_wheel('dist')"
     (tmp_path / "dist").mkdir()
     command = [sys.executable, "-c", build]
