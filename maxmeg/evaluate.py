@@ -24,6 +24,7 @@ from maxmeg.data.build import (
 )
 from maxmeg.data.loader import eval_batches
 from maxmeg.data.samples.gpt import SPLITS
+from maxmeg.eval_step import make_eval_step
 from maxmeg.evals.harness import run_tasks
 from maxmeg.evals.perplexity import accuracy_lines, mean_loss
 from maxmeg.evals.zero_shot import is_task, run_zero_shot
@@ -34,7 +35,6 @@ from maxmeg.processes import multihost
 from maxmeg.runtime.faults.out_of_memory import explains_out_of_memory
 from maxmeg.runtime.gpu_environment import set_gpu_environment
 from maxmeg.runtime.screen import say, tracked
-from maxmeg.step import make_eval_step
 
 
 @explains_out_of_memory("lower --batch_size, set --dtype=bfloat16 or raise --tensor")

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from maxmeg.parallel.mesh import AXES, BATCH_AXES, TENSOR_AXES, make_mesh
 from maxmeg.parallel.rules import reductions, storage_specs
 from maxmeg.parallel.spmd import spmd
-from maxmeg.step import compute_model, reduce_gradients
+from maxmeg.weights.transforms import enter, leave, whole_weights
 
 TOLERANCE = 1e-5  # of the largest value, float32: the order of sums differs
 
@@ -42,12 +42,13 @@ def on_mesh(output: Callable, layer, sizes: dict[str, int], fold: int = 1) -> An
     devices = jax.devices()[: int(np.prod(list(sizes.values())))]
     mesh = make_mesh(sizes, devices, fold)
     specs, places = storage_specs(layer, mesh, zero1=False), reductions(layer, mesh, zero1=False)
+    transforms = whole_weights(places, jnp.float32)
     rows = P(BATCH_AXES, TENSOR_AXES)
 
     def local(layer, x_BLD, slope_BLD):
-        layer = compute_model(layer, places, jnp.float32)
-        y_BLD, weights, into = with_gradients(output, layer, x_BLD, slope_BLD)
-        return y_BLD, reduce_gradients(weights, places), into
+        weights = enter(transforms, layer)
+        y_BLD, gradients, into = with_gradients(output, weights, x_BLD, slope_BLD)
+        return y_BLD, leave(transforms, gradients), into
 
     return jax.jit(spmd(local, mesh, (specs, rows, rows), (rows, specs, rows)))
 

@@ -28,8 +28,8 @@ from maxmeg.layers.context import Context
 from maxmeg.models.lm import LM
 from maxmeg.objectives.contrastive import CONTRASTIVE
 from maxmeg.objectives.contrastive import vectors as vectors_of_rows
+from maxmeg.objectives.microbatch import context
 from maxmeg.state import from_tree, nested, to_arrays
-from maxmeg.step import context
 
 TOLERANCE = 1e-5  # relative, float32: the order of sums differs
 FLOOR = 1e-9  # for gradients that are zero in exact arithmetic

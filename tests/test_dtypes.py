@@ -20,7 +20,7 @@ from maxmeg.config.model import DType
 from maxmeg.config.parallel import GradientDType, Schedule
 from maxmeg.parallel.rules import reductions
 from maxmeg.step import make_train_step
-from maxmeg.weights.fused import fuse
+from maxmeg.weights.fused import Fuse
 
 MOE = {"moe.num_experts": 4, "moe.ffn_size": 48, "moe.shared_ffn_size": 32, "moe.shared_gate": True}
 MLA = {"layers": "*(mla,moe)", "mla.kv_rank": 16, "mla.query_rank": 12, "mla.rotary_size": 4}
@@ -141,7 +141,7 @@ def program(step: str) -> tuple[list, set, set, collections.Counter]:
         return jax.ShapeDtypeStruct(shape, array.dtype)
 
     model = jax.tree.map(local, abstract.model, places)
-    model = jax.eval_shape(lambda model: fuse(model, places, mesh)[0], model)
+    model = jax.eval_shape(lambda model: Fuse(mesh, None).enter(model), model)
     arrays = jax.tree_util.tree_leaves_with_path(model)
     shapes = {array.shape for _, array in arrays}
     stacked = {array.shape for path, array in arrays if path[0].name == "stack"}

@@ -23,10 +23,11 @@ from maxmeg.config.mixers import ExpertBackend
 from maxmeg.config.quantization import Fp8Format, QuantizationConfig, QuantizationRecipe
 from maxmeg.config.schema import LoraConfig
 from maxmeg.config.validate import validate
+from maxmeg.eval_step import make_eval_step
 from maxmeg.ops import recipes
 from maxmeg.ops.backend import Device
 from maxmeg.ops.quantized import Recipe
-from maxmeg.step import make_eval_step, make_gradients
+from maxmeg.step import make_gradients
 from maxmeg.weights import quantized
 
 RECIPES = {recipe.name: QuantizationConfig(recipe) for recipe in QuantizationRecipe}

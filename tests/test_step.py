@@ -33,8 +33,9 @@ from maxmeg.config.mixers import QkNorm
 from maxmeg.config.model import DType
 from maxmeg.config.parallel import Schedule
 from maxmeg.config.schema import LossBackend, LossReduction
+from maxmeg.eval_step import make_compute_copy, make_eval_step
 from maxmeg.state import to_arrays
-from maxmeg.step import make_compute_copy, make_eval_step, make_gradients, make_train_step
+from maxmeg.step import make_gradients, make_train_step
 
 TOLERANCE = 2e-6  # relative, float32: the order of sums differs
 BFLOAT16 = 2**-8  # the largest error of one rounding

@@ -24,7 +24,7 @@ FUNCTION_LINES = 80
 ARGUMENTS = 8
 LINE_WIDTH = 100
 CORE = ("train", "step", "state", "parallel", "weights", "pipeline", "layers", "models")
-CORE += ("objectives", "optim")
+CORE += ("objectives", "optim", "eval_step", "reference_step")
 CORE_LINES = 11_700
 LOOP = {"maxmeg/train.py": "train", "maxmeg/step.py": "train_step"}
 LOOP_LINES = 60  # of the two together
@@ -46,7 +46,7 @@ DIRECTION = [
     ["configs"],
     ["objectives"],
     ["optim", "data", "checkpoint", "planning", "runtime"],
-    ["state", "step"],
+    ["state", "step", "eval_step", "reference_step"],
     ["hf.families", "hf.formats", "hf.matching", "hf.folder"],
     ["program", "planning.compile", "checkpoint.initialize", "checkpoint.resume"],
     ["hf", "inference"],

@@ -32,7 +32,7 @@ from maxmeg.parallel import collectives
 from maxmeg.parallel.mesh import BATCH_AXES, MESH_AXES, batch_shards
 from maxmeg.parallel.rules import reductions, storage_specs
 from maxmeg.parallel.spmd import spmd
-from maxmeg.step import compute_model
+from maxmeg.weights.transforms import enter, whole_weights
 
 # Columns of the array that the host sends, a row per lane or prompt; then the pages of the row, and
 # for prefill its tokens and some after them, for decode tokens that are proposed after the one
@@ -299,12 +299,12 @@ def jitted(
     """Return the jitted function(model, *arguments) for a model on `mesh`. Weights are cast to the
     compute dtype. axes: the rows of all arguments and of the result are divided among the devices
     along these; every device along the others has all of them."""
-    grad_layout = reductions(model, mesh, config.parallel.zero1)
+    places, dtype = reductions(model, mesh, config.parallel.zero1), config.model.dtype.value
+    transforms = whole_weights(places, jnp.dtype(dtype))
     specs = jax.tree.map(lambda array: array.sharding.spec, model)
-    dtype = jnp.dtype(config.model.dtype.value)
 
     def local(model, values):
-        return function(compute_model(model, grad_layout, dtype), *values)
+        return function(enter(transforms, model), *values)
 
     rows = P(axes) if axes else P()
     program = spmd(local, mesh, (specs, rows), rows)
@@ -348,12 +348,13 @@ def prepared(model: LM, reductions_of_model, mesh: Mesh, dtype) -> LM:
     ]
     if not numbers:
         return model
+    transforms = whole_weights([places[i] for i in numbers], dtype)
     sliced = [places[i].kv_slice is not None for i in numbers]
     specs = tuple(leaves[i].sharding.spec for i in numbers)
 
     def local(*arrays):
-        cast = compute_model(list(arrays), [places[i] for i in numbers], dtype)
-        return [array[None] if cut else array for array, cut in zip(cast, sliced, strict=True)]
+        weights = enter(transforms, list(arrays))
+        return [array[None] if cut else array for array, cut in zip(weights, sliced, strict=True)]
 
     outputs = [PER_DEVICE if places[i].kv_slice else whole[i] for i in numbers]
     program = spmd(local, mesh, specs, outputs)

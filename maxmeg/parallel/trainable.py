@@ -43,6 +43,18 @@ def part(tree, wanted: Callable, others: bool):
     return jax.tree.map(one, tree, is_leaf=is_variable)
 
 
+def partition(model) -> tuple:
+    """(the model without its stack, its stack alone), None in place of the other's arrays."""
+
+    def keep(inside: bool):
+        def one(path, array):
+            return array if (path[0].name == "stack") == inside else None
+
+        return jax.tree_util.tree_map_with_path(one, model)
+
+    return keep(False), keep(True)
+
+
 def without(tree, part):
     """`tree` without the arrays of `part`."""
     return jax.tree.map(

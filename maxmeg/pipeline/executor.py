@@ -122,10 +122,8 @@ class Executor:
         self.x = jax.eval_shape(program.embed, program.outer, self.microbatch(0))
         self.looped = [0 < program.unroll < layout.slots(g) for g in range(len(program.groups))]
         self.weights = [
-            GroupWeights(group, reductions, program.divide, layout.slots(g), table.chunks)
-            for g, (group, reductions) in enumerate(
-                zip(program.groups, program.reductions, strict=True)
-            )
+            GroupWeights(group, program.divide, layout.slots(g), table.chunks)
+            for g, group in enumerate(program.groups)
         ]
         self.has_cuts = any(group.has_cuts for group in self.weights)
         shared = jax.eval_shape(self.shared, 0)

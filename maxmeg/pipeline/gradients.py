@@ -16,9 +16,11 @@ from maxmeg.layers.auxiliary import start_values
 from maxmeg.ops.broadcast import zeros_after
 from maxmeg.parallel import collectives
 from maxmeg.parallel.maxima import combine
+from maxmeg.parallel.rules import Cut
 from maxmeg.parallel.trainable import joined, without
 from maxmeg.pipeline.residuals import combine_at, read, write
 from maxmeg.pipeline.weights import GroupWeights
+from maxmeg.weights.zero1 import map_cut, scatter_layer
 
 
 class Sums(typing.NamedTuple):
@@ -40,8 +42,8 @@ class GroupGradients:
 
     def __init__(self, gradients, weights: GroupWeights, once: bool, if_held: Callable):
         self.gradients, self.once, self.if_held = gradients, once, if_held
-        self.reductions, self.divide = weights.reductions, weights.divide
-        self.slots, self.chunks, self.has_cuts = weights.slots, weights.chunks, weights.has_cuts
+        self.divide, self.slots = weights.divide, weights.slots
+        self.chunks, self.has_cuts = weights.chunks, weights.has_cuts
         self.ends = self.divide(gradients)[0]  # shapes of what waits
 
     def start(self, dy: jax.Array | None = None) -> Sums:
@@ -75,7 +77,7 @@ class GroupGradients:
         rows = self.reduced_into(rows, place, others, last)
         if last:  # it runs the first chunk: the rows of the others are complete
             for chunk in range(1, self.chunks):
-                rows = self.with_shards(rows, place + chunk * self.slots, self.over_cuts)
+                rows = self.with_shards(rows, place + chunk * self.slots, scatter_layer)
         return Sums(rows, (jnp.int32(place), ends))
 
     def settled(self, sums: Sums):
@@ -86,13 +88,12 @@ class GroupGradients:
         if self.once:
             return rows
 
-        def one(row, place):
-            if place.cut is None:
-                return row
-            size = row.shape[place.cut.dim] // collectives.axis_size(place.cut.axes)
-            return jax.lax.slice_in_dim(row, 0, size, axis=place.cut.dim)
+        def one(row, cut: Cut):
+            dim = cut.dim + 1  # after the places
+            size = row.shape[dim] // collectives.axis_size(cut.axes)
+            return jax.lax.slice_in_dim(row.get_value(), 0, size, axis=dim)
 
-        return jax.tree.map(one, rows, self.reductions)
+        return map_cut(one, rows)
 
     def flushed(self, sums: Sums, last: bool):
         """The rows with what is waiting."""
@@ -110,7 +111,7 @@ class GroupGradients:
         def reduce_with(earlier):
             new = self.over_fsdp(gradients)
             total = combine(without(earlier, without(earlier, new)), new)
-            return self.if_held(at, lambda _: (None, self.over_cuts(total)), None)[1]
+            return self.if_held(at, lambda _: (None, scatter_layer(total)), None)[1]
 
         return self.with_shards(rows, at, reduce_with, place >= 0)
 
@@ -135,18 +136,7 @@ class GroupGradients:
 
     def reduced(self, gradients):
         """Scatter the gradients of a layer over fsdp and over the axes of ZeRO-1's cuts."""
-        return self.over_cuts(self.over_fsdp(gradients))
-
-    def over_cuts(self, gradients):
-        """A layer's gradients scattered where ZeRO-1 cuts their parameters, in their dtypes."""
-
-        def one(gradient, place):
-            if gradient is None or place.cut is None:
-                return gradient
-            value = gradient.astype(place.dtype)
-            return collectives.scatter(value, place.cut.axes, place.cut.dim - 1)  # without layers
-
-        return jax.tree.map(one, gradients, self.reductions, is_leaf=_is_absent)
+        return scatter_layer(self.over_fsdp(gradients))
 
     def accumulated(self, rows, place, gradients):
         """`rows` with gradients added at a place. Where a gradient is None, its row stays."""

@@ -13,7 +13,7 @@ class Program:
 
     outer: trained parameters of embed and head. groups[g]: trained parameters of a repeated unit,
     stacked over this stage's places [chunks x slots], as ZeRO-1 cuts them. fixed[g]: its other
-    arrays, stacked alike. reductions[g]: the Reduction of each parameter of groups[g].
+    arrays, stacked alike.
     batches: arrays [microbatches, ...].
     embed(outer, microbatch) -> x: partial input of the stack, to be summed over pipe.
     shared(microbatch) -> what all units read of a microbatch, computed once for a stage's.
@@ -34,7 +34,6 @@ class Program:
     outer: typing.Any
     groups: tuple
     fixed: tuple
-    reductions: tuple
     batches: typing.Any
     embed: Callable
     shared: Callable

@@ -11,21 +11,22 @@ import jax.numpy as jnp
 from jax import lax
 
 from maxmeg.parallel import collectives
-from maxmeg.parallel.trainable import joined, without
+from maxmeg.parallel.trainable import joined, part, without
 from maxmeg.pipeline.residuals import read, write
+from maxmeg.weights.zero1 import cut_of, gather_layer
 
 
 class GroupWeights:
     """groups: parameters of a group, stacked over the stage's places [chunks x slots], as ZeRO-1
-    cuts them. reductions: the Reduction of each. divide: of a pipeline's Program."""
+    cuts them. divide: of a pipeline's Program."""
 
-    def __init__(self, group, reductions, divide: Callable, slots: int, chunks: int):
-        self.reductions, self.divide = reductions, divide
+    def __init__(self, group, divide: Callable, slots: int, chunks: int):
+        self.divide = divide
         self.slots, self.chunks = slots, chunks
-        self.cut = jax.tree.map(lambda a, r: None if r.cut is None else a, group, reductions)
+        self.cut = part(group, lambda weight: cut_of(weight) is not None, others=False)
         self.others = without(group, self.cut)
         self.has_cuts = bool(jax.tree.leaves(self.cut))
-        self.row = jax.eval_shape(lambda: self.whole(read(self.cut, 0)))
+        self.row = jax.eval_shape(lambda: gather_layer(read(self.cut, 0)))
 
     def start(self):
         """Room for the gathered weights of all places."""
@@ -60,7 +61,7 @@ class GroupWeights:
         """The weights of a slot of each chunk."""
         rows = [read(self.cut, place) for place in self.places(slot)]
         rows, _ = lax.optimization_barrier((rows, x))
-        return [self.whole(row) for row in collectives.after(rows, x)]
+        return [gather_layer(row) for row in collectives.after(rows, x)]
 
     def with_slot(self, weights, slot, rows: list):
         """`weights` with the gathered rows of a slot of each chunk."""
@@ -72,13 +73,3 @@ class GroupWeights:
         """The place of a slot in each chunk; beyond the last slot, of the last."""
         slot = jnp.minimum(slot, self.slots - 1)
         return [chunk * self.slots + slot for chunk in range(self.chunks)]
-
-    def whole(self, shards):
-        """A layer's `shards` gathered."""
-
-        def one(shard, place):
-            if shard is None:
-                return None
-            return collectives.gather(shard, place.cut.axes, place.cut.dim - 1)  # without layers
-
-        return jax.tree.map(one, shards, self.reductions, is_leaf=lambda leaf: leaf is None)

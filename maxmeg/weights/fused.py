@@ -5,6 +5,8 @@ A module names such projections in `fused_projections`, a tuple of groups: Linea
 parameters. Masters, optimizer state and checkpoints have a weight for each.
 """
 
+import dataclasses
+import typing
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -14,48 +16,51 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from maxmeg.parallel.rules import Cut, fsdp_axes, fsdp_dim, gradient_dtype, is_trained, is_variable
+from maxmeg.weights.zero1 import cut_of
 
 
-def fuse(model, reductions, mesh: Mesh):
-    """(`model`, `reductions`) with the weights of each group as one parameter.
+@dataclasses.dataclass(frozen=True)
+class Fuse:
+    """The transform (weights/transforms.py) to one parameter for the weights of each group.
 
     The first weight of a group becomes their concatenation along the last dimension; the others
-    have no array. `model` is in the local view, where a device's columns of each weight belong
-    together. Weights stay separate if they are not trained, or if ZeRO-1 or fsdp treat them
-    differently or shard their last dimension.
+    have no array. A device's columns of each weight belong together. Weights stay separate if they
+    are not trained, or if ZeRO-1 or fsdp treat them differently or shard their last dimension.
+    trained: a tree like the trained part of the model.
     """
-    model, reductions = _copy(model), _copy(reductions)
-    for module, places in zip(_modules(model), _modules(reductions), strict=True):
-        for names in _groups(module):
-            weights = [_weight(module, name) for name in names]
-            place = _weight(places, names[0]).get_value()
-            cuts = {_weight(places, name).get_value().cut for name in names}
-            if not can_fuse(weights, cuts, mesh):
-                continue
-            first, metadata = weights[0], {"fused_widths": tuple(w.shape[-1] for w in weights)}
-            columns = sum(weight.get_metadata("sizes")[-1] for weight in weights)
-            metadata["sizes"] = (*first.get_metadata("sizes")[:-1], columns)
-            value = jnp.concatenate([weight[...] for weight in weights], axis=-1)
-            for name, weight in zip(names[1:], weights[1:], strict=True):
-                _set_weight(module, name, weight.replace(None))
-                _set_weight(places, name, weight.replace(None))
-            _set_weight(module, names[0], first.replace(value, **metadata))
-            _set_weight(places, names[0], first.replace(place, **metadata))
-    return model, reductions
 
+    mesh: Mesh
+    trained: typing.Any
 
-def separate(gradients, like):
-    """Gradients for parameters that `fuse` has returned, with the structure of `like`."""
-    gradients = _copy(gradients)
-    for module, templates in zip(_modules(gradients), _modules(like), strict=True):
-        for names in _groups(module):
-            first = _weight(module, names[0])
-            if (widths := fused_widths(first)) is None:
-                continue
-            parts = split_columns(first[...], widths)
-            for name, part in zip(names, parts, strict=True):
-                _set_weight(module, name, _weight(templates, name).replace(part))
-    return gradients
+    def enter(self, model):
+        model = _copy(model)
+        for module in _modules(model):
+            for names in _groups(module):
+                weights = [_weight(module, name) for name in names]
+                if not can_fuse(weights, {cut_of(weight) for weight in weights}, self.mesh):
+                    continue
+                first, widths = weights[0], tuple(weight.shape[-1] for weight in weights)
+                columns = sum(weight.get_metadata("sizes")[-1] for weight in weights)
+                sizes = (*first.get_metadata("sizes")[:-1], columns)
+                value = jnp.concatenate([weight[...] for weight in weights], axis=-1)
+                _set_weight(
+                    module, names[0], first.replace(value, fused_widths=widths, sizes=sizes)
+                )
+                for name, weight in zip(names[1:], weights[1:], strict=True):
+                    _set_weight(module, name, weight.replace(None))
+        return model
+
+    def leave(self, gradients):
+        gradients = _copy(gradients)
+        for module, like in zip(_modules(gradients), _modules(self.trained), strict=True):
+            for names in _groups(module):
+                first = _weight(module, names[0])
+                if (widths := fused_widths(first)) is None:
+                    continue
+                parts = split_columns(first[...], widths)
+                for name, part in zip(names, parts, strict=True):
+                    _set_weight(module, name, _weight(like, name).replace(part))
+        return gradients
 
 
 def fused_groups(model) -> Iterator[tuple[nnx.Variable, ...]]:

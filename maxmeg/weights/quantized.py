@@ -10,6 +10,8 @@ Together they take as much memory as the 16-bit weight. Other recipes use one co
 Two 4-bit codes are in a byte.
 """
 
+import dataclasses
+import functools
 import math
 import typing
 
@@ -30,6 +32,7 @@ from maxmeg.parallel.collectives import (
 )
 from maxmeg.parallel.mesh import MESH_AXES
 from maxmeg.parallel.rules import Cut, mesh_axes
+from maxmeg.weights.zero1 import cut_of
 
 MULTIPLE = 16  # sizes of matrices that cuBLAS multiplies
 KEY = 2**20  # folded into a step's key: of the rounding of gradients (layers are fewer)
@@ -55,7 +58,7 @@ class Codes(nnx.Module):
 
         def stored(array: jax.Array) -> nnx.Variable:
             if array.ndim == weight.ndim:
-                return weight.replace(array, frozen=True, exact=True)
+                return weight.replace(array, frozen=True, exact=True, cut=None)
             return variable(array)
 
         self.copies = nnx.List([nnx.List([stored(array) for array in copy]) for copy in copies])
@@ -82,50 +85,56 @@ class Codes(nnx.Module):
         return [tuple(unshard_parameter(array) for array in copy) for copy in self.copies]
 
 
-def with_codes(
-    model,
-    reductions,
-    recipe: Recipe | None,
-    before,
-    raw_key: jax.Array | None = None,
-):
-    """Return `model` and `reductions` with Codes of the matrices that the layers' modules name in
-    `quantizable`, except those with sizes that cuBLAS or cuDNN cannot multiply in 8 bits.
+@dataclasses.dataclass(frozen=True)
+class Quantize:
+    """The transform (weights/transforms.py) that adds Codes of the matrices that the layers'
+    modules name in `quantizable`, except those with sizes that cuBLAS or cuDNN cannot multiply in
+    8 bits.
 
-    model: this device's shards (fsdp; in the stack also ZeRO-1). recipe: None changes nothing.
-    before: arrays on which the collectives here wait. raw_key: the step's, for recipes that round
-    gradients stochastically. ValueError if a shard cuts a block, or no matrix can be quantized.
+    recipe: None changes nothing. before: arrays on which the collectives here wait. raw_key: the
+    step's, for recipes that round gradients stochastically.
     """
-    if recipe is None:
-        return model, reductions
-    check_device(recipe, target_device())
-    model, reductions = _copy(model), _copy(reductions)
-    sides = [quantized_matrices(side, recipe) for side in (model, reductions)]
-    weights = [getattr(module, name) for module, name in sides[0]]
-    if not weights:
-        raise ValueError(
-            "train.quantization.recipe has no effect: no matrix of the layers has sizes that are "
-            f"multiples of {recipe.block or MULTIPLE}; choose such sizes (model.hidden_size, model."
-            f"mlp.ffn_size ...), another recipe (tensorwise: multiples of {MULTIPLE}), or none"
-        )
-    cuts = [getattr(module, name).get_value().cut for module, name in sides[1]]
-    # Elsewhere than in the stack, the shards of ZeRO-1 have been gathered.
-    cuts = [cut if layers_of(weight) else None for cut, weight in zip(cuts, weights, strict=True)]
-    quantized = quantized_weights(weights, cuts, recipe, before)
-    key = None if raw_key is None or not recipe.draws else jax.random.wrap_key_data(raw_key)
-    rows = zip(*sides, weights, cuts, quantized, strict=True)
-    for number, ((module, name), (places, _), weight, cut, copies) in enumerate(rows):
-        if cut is not None:
 
-            def whole(array, cut=cut):
-                return gather(array, cut.axes, cut.dim) if array.ndim > cut.dim else array
+    recipe: Recipe | None
+    before: typing.Any
+    raw_key: jax.Array | None = None
 
-            copies = jax.tree.map(whole, copies)
-        keys = None if key is None else layer_keys(fold(key, KEY, number), weight)
-        codes = Codes(weight, copies, recipe, keys)
-        module.codes = module.codes | {name: codes}
-        places.codes = places.codes | {name: jax.tree.map(lambda _: None, codes)}
-    return model, reductions
+    def enter(self, model):
+        """ValueError if a shard cuts a block, or no matrix can be quantized."""
+        recipe = self.recipe
+        if recipe is None:
+            return model
+        check_device(recipe, target_device())
+        model = _copy(model)
+        matrices = quantized_matrices(model, recipe)
+        if not matrices:
+            raise ValueError(
+                "train.quantization.recipe has no effect: no matrix of the layers has sizes that "
+                f"are multiples of {recipe.block or MULTIPLE}; choose such sizes (model.hidden_size"
+                ", model.mlp.ffn_size ...), another recipe (tensorwise: multiples of "
+                f"{MULTIPLE}), or none"
+            )
+        weights = [getattr(module, name) for module, name in matrices]
+        quantized = quantized_weights(weights, recipe, self.before)
+        draws = self.raw_key is not None and recipe.draws
+        key = jax.random.wrap_key_data(self.raw_key) if draws else None
+        rows = zip(matrices, weights, quantized, strict=True)
+        for number, ((module, name), weight, copies) in enumerate(rows):
+            copies = jax.tree.map(functools.partial(gathered, cut_of(weight)), copies)
+            keys = None if key is None else layer_keys(fold(key, KEY, number), weight)
+            module.codes = module.codes | {name: Codes(weight, copies, recipe, keys)}
+        return model
+
+    def leave(self, gradients):
+        gradients = _copy(gradients)
+        for module in quantizable_modules(gradients):
+            module.codes = {}
+        return gradients
+
+
+def gathered(cut: Cut | None, array: jax.Array) -> jax.Array:
+    """Codes or scales of a weight, gathered over the axes of ZeRO-1."""
+    return gather(array, cut.axes, cut.dim) if cut and array.ndim > cut.dim else array
 
 
 def layer_keys(key: jax.Array, weight: nnx.Variable) -> jax.Array:
@@ -136,18 +145,8 @@ def layer_keys(key: jax.Array, weight: nnx.Variable) -> jax.Array:
     return jnp.stack(keys).reshape(*layers, 2)
 
 
-def without_codes(gradients):
-    """`gradients` of a model from `with_codes`, with the structure of the model without codes."""
-    gradients = _copy(gradients)
-    for module in quantizable_modules(gradients):
-        module.codes = {}
-    return gradients
-
-
-def quantized_weights(
-    weights: list[nnx.Variable], cuts: list[Cut | None], recipe: Recipe, before
-) -> list[list[Quantized]]:
-    """The copies of each weight (`Codes`). cuts: of ZeRO-1, where the weights are shards of it."""
+def quantized_weights(weights: list[nnx.Variable], recipe: Recipe, before) -> list[list[Quantized]]:
+    """The copies of each weight (`Codes`)."""
     for weight in weights:
         if recipe.block and any(size % recipe.block for size in weight.shape[-2:]):
             raise ValueError(
@@ -163,7 +162,7 @@ def quantized_weights(
     if recipe.shares is Shares.layer:
         largest = max_of_devices([*map(largest_of_layers, weights)], weights, before)
     else:
-        largest = _largest_of_columns(weights, cuts, before)
+        largest = _largest_of_columns(weights, before)
     return [recipe.weights(w[...], most) for w, most in zip(weights, largest, strict=True)]
 
 
@@ -191,14 +190,12 @@ def max_of_devices(maxima: list[jax.Array], weights, before) -> list[jax.Array]:
     return maxima
 
 
-def _largest_of_columns(
-    weights: list[nnx.Variable], cuts: list[Cut | None], before
-) -> list[jax.Array]:
+def _largest_of_columns(weights: list[nnx.Variable], before) -> list[jax.Array]:
     """[.., 1, O]: the largest magnitude in each column of each weight, over all devices that hold
     a part of the column."""
     mesh, largest = jax.sharding.get_abstract_mesh(), []
-    for weight, cut in zip(weights, cuts, strict=True):
-        axes = mesh_axes(weight, mesh)[-2]
+    for weight in weights:
+        axes, cut = mesh_axes(weight, mesh)[-2], cut_of(weight)
         if cut is not None and cut.dim == weight.ndim - 2:
             axes = (*axes, *cut.axes)
         most = jnp.max(jnp.abs(weight[...]), axis=-2, keepdims=True)

@@ -20,7 +20,7 @@ from mixer_cases import (
 from maxmeg.layers.delta import Delta, DeltaSpec, Kda, KdaSpec
 from maxmeg.parallel.mesh import AXES, make_mesh
 from maxmeg.parallel.rules import reductions
-from maxmeg.step import compute_model
+from maxmeg.weights.transforms import enter, whole_weights
 
 SIZES = {"key_size": 6, "value_size": 4, "chunk": 4}
 SPECS = {
@@ -87,7 +87,7 @@ def test_initial_values_are_those_of_the_authors():
 def test_bfloat16_keeps_decays_and_step_biases_in_float32(name):
     layer, (x_BLD, _) = jax.jit(SPECS[name].make)(jax.random.key(0)), inputs()
     places = reductions(layer, make_mesh(dict.fromkeys(AXES, 1), jax.devices()[:1]), zero1=False)
-    rounded = compute_model(layer, places, jnp.bfloat16)
+    rounded = enter(whole_weights(places, jnp.bfloat16), layer)
     assert rounded.decay_log.dtype == rounded.step_bias.dtype == jnp.float32
     assert rounded.query.weight.dtype == jnp.bfloat16
     y_BLD, wanted_BLD = run(rounded, x_BLD.astype(jnp.bfloat16)), run(layer, x_BLD)

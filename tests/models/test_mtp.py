@@ -16,10 +16,11 @@ from maxmeg.layers.context import Context
 from maxmeg.models.lm import LM
 from maxmeg.models.mixers import pattern
 from maxmeg.objectives.language_modelling import LANGUAGE_MODELLING, shifted
+from maxmeg.objectives.microbatch import complete
 from maxmeg.parallel.batch import Batch
 from maxmeg.parallel.trainable import trained
 from maxmeg.state import to_arrays
-from maxmeg.step import complete, local_gradients
+from maxmeg.step import local_gradients
 
 TOLERANCE = 1e-5  # relative, float32: the order of sums differs
 FLOOR = 1e-8  # for gradients that are zero in exact arithmetic
@@ -112,7 +113,7 @@ def test_a_loop_over_depths_gives_the_same_loss_and_gradients():
         return main / tokens + FACTOR * sum(means) / DEPTHS, (main, tokens, later)
 
     gradients, sums = jax.jit(
-        lambda model: local_gradients(model, whole, None, config, LANGUAGE_MODELLING)
+        lambda model: local_gradients(model, whole, None, config, LANGUAGE_MODELLING, one_f_one_b)
     )(model)
     expected, (main, tokens, later) = jax.jit(jax.grad(plain, has_aux=True))(model)
     assert_same([sums["loss_sum"], sums["tokens"]], [main, tokens])

@@ -29,6 +29,7 @@ from maxmeg.data.build import build_dataset, open_corpus
 from maxmeg.data.chat.ends import end_tokens
 from maxmeg.data.chat.template import load_chat_template
 from maxmeg.data.loader import eval_batches
+from maxmeg.eval_step import make_eval_step
 from maxmeg.evals.perplexity import mean_loss
 from maxmeg.inference.engine import Engine
 from maxmeg.inference.load import Trained, load_run
@@ -37,7 +38,6 @@ from maxmeg.inference.sampling import Sampling
 from maxmeg.parallel.placement import local_rows
 from maxmeg.parallel.trainable import frozen
 from maxmeg.state import to_arrays
-from maxmeg.step import make_eval_step
 
 LOSS = 1e-4  # relative
 SAME_LOSS = 1e-6  # relative; the same arrays in the same program

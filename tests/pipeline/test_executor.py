@@ -29,11 +29,11 @@ from maxmeg.config.model import ModelConfig
 from maxmeg.config.parallel import ParallelConfig, Schedule
 from maxmeg.config.schema import Config
 from maxmeg.config.stages import units_of_chunks
+from maxmeg.eval_step import make_eval_step
 from maxmeg.layers.auxiliary import by_layer, over_devices
 from maxmeg.parallel import collectives
 from maxmeg.parallel.maxima import Max
 from maxmeg.parallel.mesh import AXES, BATCH_AXES, MESH_AXES, make_mesh
-from maxmeg.parallel.rules import Reduction
 from maxmeg.parallel.spmd import spmd
 from maxmeg.pipeline.executor import run_pipeline
 from maxmeg.pipeline.last_stage import from_last_stage
@@ -45,12 +45,11 @@ from maxmeg.planning.cost.communication import traffic
 from maxmeg.planning.cost.flops import training_flops
 from maxmeg.planning.cost.workload import workload
 from maxmeg.planning.hardware import parse_cluster
-from maxmeg.step import make_eval_step, make_train_step
+from maxmeg.step import make_train_step
 
 TOLERANCE = 5e-6  # relative, float32: the order of sums differs
 FLOOR = 1e-9  # for gradients that are zero in exact arithmetic
 LAYERS = 8
-UNCUT = Reduction(None, ())
 
 MODELS = {
     "llama": {"attention.num_kv_heads": 1},
@@ -146,7 +145,6 @@ def test_auxiliary_values_are_combined_by_their_kind(order):
             outer,
             (weights_S,),
             (None,),
-            (UNCUT,),
             x_MB,
             embed,
             lambda x_B: x_B,

@@ -19,6 +19,7 @@ from smollm2 import converted as real_model
 from maxmeg.config.model import DType
 from maxmeg.config.options import Quantize
 from maxmeg.config.quantization import QuantizationRecipe
+from maxmeg.eval_step import make_eval_step
 from maxmeg.hf.convert import export_model, import_model, open_folder
 from maxmeg.hf.families.classifier_tables import CLASSIFIERS
 from maxmeg.hf.families.read import FAMILIES, model_config
@@ -26,7 +27,6 @@ from maxmeg.inference.engine import Engine
 from maxmeg.inference.load import Trained, load_run
 from maxmeg.inference.requests import Request
 from maxmeg.inference.sampling import Sampling
-from maxmeg.step import make_eval_step
 
 COUNT = 16
 LENGTHS = (5, 12, 18)  # of prompts

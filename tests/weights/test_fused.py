@@ -9,9 +9,9 @@ from flax import nnx
 from maxmeg.layers.attention import Attention, AttentionSpec
 from maxmeg.layers.linear import Linear, project
 from maxmeg.parallel.mesh import AXES, make_mesh
-from maxmeg.parallel.rules import reductions, set_gradient_dtype, storage_specs
+from maxmeg.parallel.rules import is_variable, set_gradient_dtype, storage_specs, zero1_cut
 from maxmeg.parallel.spmd import spmd
-from maxmeg.weights.fused import fuse, fused_widths, separate
+from maxmeg.weights.fused import Fuse, fused_widths
 
 TOLERANCE = 1e-6  # of the largest value, float32: sums in another order
 D, K, H, G = 16, 4, 8, 2
@@ -31,6 +31,15 @@ def attention(width: int = D, bias: bool = False) -> Attention:
     return layer
 
 
+def with_cuts(layer: Attention, mesh) -> Attention:
+    """The layer as a part of a stack, whose weights know how ZeRO-1 shards them."""
+    return jax.tree.map(
+        lambda weight: weight.replace(weight[...], cut=zero1_cut(weight, mesh)),
+        layer,
+        is_leaf=is_variable,
+    )
+
+
 @pytest.mark.parametrize(
     "sizes", [{}, {"fsdp": 2}, {"tensor": 2}, {"fsdp": 2, "tensor": 4}], ids=str
 )
@@ -38,15 +47,15 @@ def test_projections_are_fused_on_each_device_and_separate_is_the_inverse(sizes)
     """With more devices along tensor than heads of keys, each has all keys before `KvSlice`."""
     layer, mesh, tensor = attention(), mesh_of(**sizes), sizes.get("tensor", 1)
     widths = H * K // tensor, *[G * K // tensor if tensor <= G else G * K] * 2
-    specs, places = storage_specs(layer, mesh, False), reductions(layer, mesh, False)
+    specs = storage_specs(layer, mesh, False)
+    fuse = Fuse(mesh, specs)
 
     def local(layer):
-        model, fused_places = fuse(layer, places, mesh)
+        model = fuse.enter(layer)
         assert fused_widths(model.query.weight) == widths
         assert model.query.weight.get_metadata("sizes") == (D, (H + 2 * G) * K)
         assert model.key.weight.get_value() is None and model.value.weight.get_value() is None
-        assert jax.tree.structure(model) == jax.tree.structure(fused_places)
-        return separate(model, specs)
+        return fuse.leave(model)
 
     found = jax.jit(spmd(local, mesh, (specs,), specs))(layer)
     assert jax.tree.structure(found) == jax.tree.structure(layer)
@@ -63,20 +72,18 @@ def test_weights_that_differ_stay_separate():
     cases["dtype"] = attention()
     set_gradient_dtype(cases["dtype"].value, jnp.dtype(jnp.bfloat16))
     for name, layer in cases.items():
-        places = reductions(layer, mesh, zero1=True)
-        model, _ = fuse(layer, places, mesh)
+        model = Fuse(mesh, None).enter(with_cuts(layer, mesh))
         assert (fused_widths(model.query.weight) is not None) == (name == "alike"), name
     mesh = mesh_of(data=8)  # ZeRO-1 cuts the rows; 12 of them have no eighth, but columns have
     for width, is_fused in ((D, True), (12, False)):
         layer = attention(width)
-        model, _ = fuse(layer, reductions(layer, mesh, zero1=True), mesh)
+        model = Fuse(mesh, None).enter(with_cuts(layer, mesh))
         assert (fused_widths(model.query.weight) is not None) == is_fused
 
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_one_product_gives_the_outputs_and_gradients_of_several(bias):
     layer, mesh = attention(bias=bias), mesh_of()
-    places = reductions(layer, mesh, zero1=False)
     x_BLD = jax.random.normal(jax.random.key(1), (2, 3, D))
     slopes = [jax.random.normal(jax.random.key(n), (2, 3, n * K)) for n in (H, G, G)]
 
@@ -86,11 +93,12 @@ def test_one_product_gives_the_outputs_and_gradients_of_several(bias):
 
     run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
     (_, wanted), (weights, into) = run(layer, x_BLD)
-    model, _ = fuse(layer, places, mesh)
+    fuse = Fuse(mesh, layer)
+    model = fuse.enter(layer)
     jaxpr = str(jax.make_jaxpr(loss)(model, x_BLD))
     assert jaxpr.count("dot_general") == 1 + len(slopes)
     (_, outputs), (gradients, found_into) = run(model, x_BLD)
-    found = outputs, separate(gradients, layer), found_into
+    found = outputs, fuse.leave(gradients), found_into
     for one, other in zip(
         jax.tree.leaves(found), jax.tree.leaves((wanted, weights, into)), strict=True
     ):
@@ -106,5 +114,4 @@ def test_a_module_without_all_its_projections_is_left_alone():
             self.second = None
 
     pair, mesh = Pair(), mesh_of()
-    model, places = fuse(pair, reductions(pair, mesh, False), mesh)
-    assert jax.tree.structure(model) == jax.tree.structure(pair) == jax.tree.structure(places)
+    assert jax.tree.structure(Fuse(mesh, None).enter(pair)) == jax.tree.structure(pair)

@@ -1,0 +1,147 @@
+"""The weights that layers compute with, made from the stored ones by a list of transforms.
+
+A transform sees the arrays of one device and has two methods:
+
+- enter(model): the model with its weights one step nearer to the products;
+- leave(gradients): the inverse, from gradients of the trained part of what `enter` returned to
+  those of what it was given.
+
+| transform | enter | leave |
+|---|---|---|
+| Cast | to the compute dtype | sum over the devices with the same master, in float32 |
+| KvSlice | to the key/value head of this device | zeros for the other heads |
+| Gather | all-gather what ZeRO-1 shards outside of the stack | reduce-scatter |
+| ByLayer (zero1.py) | mark shards of ZeRO-1 in the stack | remove the marks |
+| Fuse (fused.py) | projections of one input as one weight | separate them |
+| Quantize (quantized.py) | add 8-bit or 4-bit codes | remove them |
+
+A training step runs all of them, in this order and back; other programs run a part of them.
+"""
+
+import dataclasses
+import math
+import typing
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+
+from maxmeg.parallel import collectives
+from maxmeg.parallel.rules import Reduction, reductions
+from maxmeg.parallel.trainable import joined, partition, trained
+from maxmeg.weights.fused import Fuse
+from maxmeg.weights.zero1 import ByLayer
+
+
+class Transform(typing.Protocol):
+    def enter(self, model): ...
+
+    def leave(self, gradients): ...
+
+
+def enter(transforms: Sequence[Transform], model):
+    """The model after all transforms."""
+    for transform in transforms:
+        model = transform.enter(model)
+    return model
+
+
+def leave(transforms: Sequence[Transform], gradients):
+    """Gradients of the model before the transforms, from those of the model after them."""
+    for transform in reversed(transforms):
+        gradients = transform.leave(gradients)
+    return gradients
+
+
+def training_transforms(model, mesh: Mesh, zero1: bool, dtype) -> list[Transform]:
+    """All transforms of a training step but Quantize, for an abstract model with shardings."""
+    places = reductions(model, mesh, zero1)
+    outer, stack = partition(places)
+    outer = joined(outer, jax.tree.map(lambda place: dataclasses.replace(place, cut=None), stack))
+    return [*whole_weights(outer, dtype), ByLayer(places), Fuse(mesh, trained(places))]
+
+
+def whole_weights(places, dtype) -> list[Transform]:
+    """The transforms to weights in `dtype` that are not sharded by ZeRO-1. places: the Reduction of
+    each."""
+    return [Cast(places, dtype), KvSlice(places), Gather(places)]
+
+
+def elements(place: Reduction, count: int, mesh: Mesh | AbstractMesh) -> int:
+    """Elements of a device's weight after all transforms, from those of its master."""
+    devices = 1 if place.cut is None else math.prod(mesh.shape[axis] for axis in place.cut.axes)
+    return devices * count // (1 if place.kv_slice is None else place.kv_slice.num_heads)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cast:
+    """places: the Reduction of each parameter. Those that are `exact` keep their dtype."""
+
+    places: typing.Any
+    dtype: typing.Any
+
+    @jax.named_scope("compute_weights")
+    def enter(self, model):
+        def one(master, place: Reduction):
+            return master if place.exact else master.astype(self.dtype)
+
+        return jax.tree.map(one, model, self.places)
+
+    @jax.named_scope("reduce_gradients")
+    def leave(self, gradients):
+        """One collective for each set of axes, in parallel.gradient_dtype."""
+        leaves, tree = jax.tree.flatten(gradients)
+        by_axes: dict[tuple[str, ...], list[int]] = {}
+        for i, place in enumerate(jax.tree.leaves(trained(self.places))):
+            axes = collectives.present(place.sum_axes)
+            leaves[i] = leaves[i].astype(place.dtype) if axes else leaves[i]
+            by_axes.setdefault(axes, []).append(i)
+        for axes, members in by_axes.items():
+            sums = collectives.sum_over([leaves[i] for i in members], axes)
+            for i, total in zip(members, sums, strict=True):
+                leaves[i] = total.astype(jnp.float32)
+        return jax.tree.unflatten(tree, leaves)
+
+
+@dataclasses.dataclass(frozen=True)
+class KvSlice:
+    """places: the Reduction of each parameter."""
+
+    places: typing.Any
+
+    def enter(self, model):
+        def one(weight, place: Reduction):
+            heads = place.kv_slice
+            return heads and collectives.local_kv_head(weight, heads.dim, heads.num_heads)
+
+        return joined(jax.tree.map(one, model, self.places), model)
+
+    def leave(self, gradients):
+        def one(gradient, place: Reduction):
+            heads = place.kv_slice
+            return heads and collectives.at_kv_head(gradient, heads.dim, heads.num_heads)
+
+        return joined(jax.tree.map(one, gradients, trained(self.places)), gradients)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gather:
+    """places: the Reduction of each parameter."""
+
+    places: typing.Any
+
+    @jax.named_scope("compute_weights")
+    def enter(self, model):
+        def one(shard, place: Reduction):
+            return place.cut and collectives.gather(shard, place.cut.axes, place.cut.dim)
+
+        return joined(jax.tree.map(one, model, self.places), model)
+
+    @jax.named_scope("reduce_gradients")
+    def leave(self, gradients):
+        def one(gradient, place: Reduction):
+            cut, value = place.cut, gradient.astype(place.dtype)
+            return cut and collectives.scatter(value, cut.axes, cut.dim)
+
+        return joined(jax.tree.map(one, gradients, trained(self.places)), gradients)
