@@ -10,7 +10,7 @@ from short_runs import curve
 
 import maxmeg
 from maxmeg import generate
-from maxmeg.objectives.objective import objective_of
+from maxmeg.objectives.objective import Objective, objective_of
 
 TOLERANCE = 2e-6  # relative, float32: the order of sums differs
 GRADIENT = 2e-5  # of a gradient's largest element: the loss is not fused with the logits
@@ -50,6 +50,29 @@ def test_a_loss_of_the_logits_has_the_gradients_of_the_built_in_one_on_a_sharded
     assert found[0] == pytest.approx(wanted[0], rel=TOLERANCE)
     with pytest.raises(ValueError, match=r"returned shape \(8,\) for targets of shape \(8, 16\)"):
         model_gradients(sharded, objective_of(lambda logits_BLV, batch: logits_BLV[:, 0, 0]))
+
+
+def tempered(model, h_BLD, batch, train, ctx):
+    """A loss of log-probabilities at a temperature that is no sum of weighted ones."""
+    log_probs_BL = model.token_log_probs(h_BLD, batch.targets, train, temperature=0.7)
+    mask_BL = batch.loss_mask
+    total = jnp.sum(jnp.exp(0.2 * log_probs_BL) * mask_BL / batch.divisors[0])
+    return total, {"loss_sum": jnp.sum(log_probs_BL * mask_BL), "tokens": jnp.sum(mask_BL)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [{"tensor": 2, "fsdp": 2}, {"context": 2}, {"pipe": 2}])
+def test_a_loss_of_log_probs_has_the_gradients_of_log_softmax(axes):
+    def of_logits(logits_BLV, batch):
+        log_probs_BLV = jax.nn.log_softmax(logits_BLV / 0.7)
+        targets_BL1 = batch.targets[..., None]
+        return jnp.exp(0.2 * jnp.take_along_axis(log_probs_BLV, targets_BL1, axis=-1)[..., 0])
+
+    fields = {"logit_softcap": 2.0, "num_layers": 2}
+    _, wanted = model_gradients(tiny(fields), objective_of(of_logits))
+    train = {"micro_batch_size": 4} if "pipe" in axes else None
+    _, actual = model_gradients(tiny(fields, train, **axes), Objective(loss=tempered))
+    assert_equal_but_rounding(({}, actual), ({}, wanted), GRADIENT, FLOOR)
 
 
 @pytest.mark.slow

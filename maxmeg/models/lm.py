@@ -28,7 +28,12 @@ from maxmeg.models.classifier import Classifier
 from maxmeg.models.mixers import mtp_unit, norm_spec, pattern, unit_costs
 from maxmeg.models.outline import outline
 from maxmeg.models.stack import Stack
-from maxmeg.ops.cross_entropy.call import CrossEntropySpec, linear_cross_entropy, softcapped
+from maxmeg.ops.cross_entropy.call import (
+    CrossEntropySpec,
+    linear_cross_entropy,
+    softcapped,
+    token_log_probs,
+)
 from maxmeg.ops.random import fold, split
 from maxmeg.parallel import collectives
 from maxmeg.parallel.batch import Batch
@@ -242,17 +247,32 @@ class LM(nnx.Module):
             chunk=train.loss_chunk,
             label_smoothing=train.label_smoothing,
         )
-        h_BLD, output_VD = self.projection(h_BLD)
-        outputs: typing.Any = linear_cross_entropy(
-            h_BLD.reshape(-1, h_BLD.shape[-1]),
-            output_VD,
-            targets_BL.reshape(-1),
-            weights_BL.reshape(-1),
-            spec,
-            backend=train.loss_backend.value,
-        )
+        call = *self.tokens(h_BLD, targets_BL), weights_BL.reshape(-1), spec
+        outputs: typing.Any = linear_cross_entropy(*call, backend=train.loss_backend.value)
         loss, losses_T = outputs
         return loss, losses_T.reshape(targets_BL.shape)
+
+    def token_log_probs(
+        self,
+        h_BLD: Float[Array, "B L D"],
+        targets_BL: Int[Array, "B L"],
+        train: TrainConfig | None = None,
+        temperature: float = 1.0,
+    ) -> Float[Array, "B L"]:
+        """Log-probability of each target under logits / temperature, at the memory of
+        `token_losses`. Gradients reach `h_BLD` and the output weights."""
+        train = train or TrainConfig()
+        cap, chunk = self.softcap / temperature, train.loss_chunk
+        spec = CrossEntropySpec(self.vocab_size, softcap=cap, chunk=chunk)
+        h_TD, output_VD, targets_T = self.tokens(h_BLD, targets_BL)
+        h_TD = h_TD if temperature == 1 else h_TD / temperature
+        backend = train.loss_backend.value
+        return token_log_probs(h_TD, output_VD, targets_T, spec, backend).reshape(targets_BL.shape)
+
+    def tokens(self, h_BLD: Float[Array, "B L D"], targets_BL: Int[Array, "B L"]) -> tuple:
+        """(`projection`'s inputs [T, D] and weights [V, D], targets [T]), for cross entropy."""
+        h_BLD, output_VD = self.projection(h_BLD)
+        return h_BLD.reshape(-1, h_BLD.shape[-1]), output_VD, targets_BL.reshape(-1)
 
 
 def make_query(key: jax.Array, config: ModelConfig, padded_size: int) -> LM | None:

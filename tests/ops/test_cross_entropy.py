@@ -16,7 +16,7 @@ import maxmeg.ops.cross_entropy.tiled as tiled
 from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.validate import axis_sizes
 from maxmeg.ops.backend import Device
-from maxmeg.ops.cross_entropy.call import CrossEntropySpec, linear_cross_entropy
+from maxmeg.ops.cross_entropy.call import CrossEntropySpec, linear_cross_entropy, token_log_probs
 from maxmeg.parallel.collectives import VOCAB_AXES
 from maxmeg.parallel.mesh import make_mesh
 from maxmeg.parallel.spmd import spmd
@@ -120,6 +120,72 @@ def check_over_vocabulary(case: Case, arrays: list, backend: str) -> None:
 def test_a_vocabulary_over_devices_is_the_whole_one(name, backend, monkeypatch):
     case, arrays = prepared(name, "float32", monkeypatch)
     check_over_vocabulary(case, arrays, backend)
+
+
+def policy_loss(log_probs):
+    """Some function of the log-probabilities of all targets together."""
+    return jnp.sum(jnp.sin(log_probs)) + jnp.square(jnp.mean(jnp.exp(log_probs)))
+
+
+def reference_log_probs(h, w, targets, case: Case):
+    logits = h @ w[: case.spec.vocab_size].T
+    logits = case.softcap * jnp.tanh(logits / case.softcap) if case.softcap else logits
+    return jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, None], axis=-1)[:, 0]
+
+
+@EVERY
+@pytest.mark.parametrize("name", ["chunks that do not divide", "soft cap", "padded"])
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_any_function_of_log_probs_has_the_gradient_of_log_softmax(
+    name, is_sharded, backend, monkeypatch
+):
+    case, arrays = prepared(name, "float32", monkeypatch)
+    h, w, targets, _ = map(jnp.asarray, arrays)
+
+    def loss(h, w):
+        return policy_loss(token_log_probs(h, w, targets, case.spec, backend))
+
+    gradient = jax.value_and_grad(loss, argnums=(0, 1))
+    words = np.pad(w, ((0, 32 - case.words), (0, 0)))
+    if is_sharded:
+        mesh = make_mesh(axis_sizes(ParallelConfig(pipe=2, tensor=4), 8), jax.devices()[:8])
+
+        def local(h, w):
+            value, (dh, dw) = gradient(h, w)
+            return value, (dh[None], dw)
+
+        outputs = P(), (P(VOCAB_AXES), P(VOCAB_AXES))
+        value, (dh, dw) = jax.jit(spmd(local, mesh, (P(), P(VOCAB_AXES)), outputs))(h, words)
+        dh = dh.sum(axis=0)
+    else:
+        value, (dh, dw) = jax.jit(gradient)(h, words)
+    reference = jax.value_and_grad(
+        lambda h, w: policy_loss(reference_log_probs(h, w, targets, case)), argnums=(0, 1)
+    )
+    wanted = jax.tree.leaves(reference(h, w))
+    for array, right in zip((value, dh, dw[: case.words]), wanted, strict=True):
+        assert error(array, right) <= TOLERANCE["float32"]
+
+
+@EVERY
+def test_log_probs_need_the_memory_of_the_loss(backend, monkeypatch):
+    monkeypatch.setattr(tiled, "TILES", tiled.Tiles(200, 200, 400, 50, multiple=1))
+    h, w = (jax.ShapeDtypeStruct((n, 8), jnp.float32) for n in (1000, 800))
+    targets, weights = (jax.ShapeDtypeStruct((1000,), d) for d in (jnp.int32, jnp.float32))
+    spec = CrossEntropySpec(800, chunk=100)
+
+    def loss(h, w, targets, weights):
+        return linear_cross_entropy(h, w, targets, weights, spec, backend=backend)[0]
+
+    def of_log_probs(h, w, targets, weights):
+        return policy_loss(weights * token_log_probs(h, w, targets, spec, backend))
+
+    def temporaries(function) -> int:
+        lowered = jax.jit(jax.grad(function, argnums=(0, 1))).lower(h, w, targets, weights)
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    rows = 4 * 4 * 1000  # numbers of a token
+    assert temporaries(of_log_probs) <= temporaries(loss) + rows
 
 
 @EVERY

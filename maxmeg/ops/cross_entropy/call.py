@@ -7,6 +7,8 @@ cannot run a call, and `linear_cross_entropy(h, w, targets, weights, spec)`, dif
 import dataclasses
 import functools
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from maxmeg.ops.backend import Device, pick, target_device
@@ -16,6 +18,7 @@ from maxmeg.ops.cross_entropy import xla as cross_entropy_xla
 from maxmeg.ops.cross_entropy.spec import MASKED, CrossEntropySpec, check_shapes, softcapped
 
 __all__ = ["MASKED", "CrossEntropySpec", "choice", "linear_cross_entropy", "softcapped"]
+__all__ += ["token_log_probs"]
 
 BACKENDS = {
     "xla": cross_entropy_xla,
@@ -71,6 +74,40 @@ def linear_cross_entropy(
     order = preference(h_TD.shape[0], w_VD.shape[0], spec.chunk, target_device())
     name = pick("linear + cross entropy", BACKENDS, order, backend, call)
     return BACKENDS[name].linear_cross_entropy(*call)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def token_log_probs(
+    h_TD: Float[Array, "T D"],
+    w_VD: Float[Array, "V D"],
+    targets_T: Int[Array, " T"],
+    spec: CrossEntropySpec,
+    backend: str = "auto",
+) -> Float[Array, " T"]:
+    """Log-probability of each target, differentiable with respect to h and w.
+
+    The arguments are those of `linear_cross_entropy`, and so is the memory: the gradient of any
+    function f of the log-probabilities is that of the cross entropy with weights -df/dlog_probs,
+    which backward computes. Beside its products there is one more, of forward.
+    """
+    weights_T = jnp.zeros(targets_T.shape, jnp.float32)
+    return -linear_cross_entropy(h_TD, w_VD, targets_T, weights_T, spec, backend=backend)[1]
+
+
+def log_probs_forward(h_TD, w_VD, targets_T, spec: CrossEntropySpec, backend: str):
+    return token_log_probs(h_TD, w_VD, targets_T, spec, backend), (h_TD, w_VD, targets_T)
+
+
+def log_probs_backward(spec: CrossEntropySpec, backend: str, residuals, slope_T):
+    h_TD, w_VD, targets_T = residuals
+
+    def loss(h_TD, w_VD):
+        return linear_cross_entropy(h_TD, w_VD, targets_T, -slope_T, spec, backend=backend)[0]
+
+    return *jax.grad(loss, argnums=(0, 1))(h_TD, w_VD), None
+
+
+token_log_probs.defvjp(log_probs_forward, log_probs_backward)
 
 
 def preference(tokens: int, words: int, chunk: int, device: Device) -> tuple[str, ...]:
