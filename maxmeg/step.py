@@ -64,12 +64,11 @@ def local_gradients(
     def shared(microbatch: Batch):
         return microbatch, units.with_rotations(context(microbatch, raw_key)).rotations
 
-    def unit(params, x_BLD, given, prevent_cse: bool):
+    def unit(params, x, given, prevent_cse: bool):
         (microbatch, rotations), layer, rest = given
         whole = collectives.whole(joined(params, rest))
         ctx = dataclasses.replace(context(microbatch, raw_key), rotations=rotations)
-        x_BLD, aux = units.run_unit(whole, x_BLD, ctx, layer, prevent_cse=prevent_cse)
-        return x_BLD, aux
+        return units.run_unit(whole, x, ctx, layer, prevent_cse=prevent_cse)
 
     def later(outer: Model, microbatch: Batch):
         whole, ctx = joined(outer, fixed_outer), context(microbatch, raw_key)
@@ -78,12 +77,12 @@ def local_gradients(
     def output(outer: Model):
         return joined(outer, fixed_outer).output_weight()
 
-    def head(outer: Model, output_VD, x_BLD, later: list, microbatch: Batch):
+    def head(outer: Model, output_VD, x, later: list, microbatch: Batch):
         whole, ctx = joined(outer, fixed_outer), context(microbatch, raw_key)
         whole.set_output_weight(output_VD)
-        further, aux = objective.further(whole, x_BLD, later, microbatch, ctx)
-        x_BLD, further = from_last_stage((x_BLD, further))
-        h_BLD = whole.outputs(x_BLD, ctx)
+        further, aux = objective.further(whole, x, later, microbatch, ctx)
+        x, further = from_last_stage(({name: x[name] for name in whole.reads}, further))
+        h_BLD = whole.outputs(x, ctx)
         loss, sums = objective.loss(whole, h_BLD, microbatch, config.train, ctx, *further)
         return loss, sums | aux
 

@@ -97,8 +97,8 @@ def test_loss_is_cross_entropy_of_the_scored_tokens(objective):
     def loss(model):
         rows = jax.tree.map(lambda array: array[0], batch)
         ctx = Context(rows.positions, rows.segment_ids, token_types_BL=rows.extra["token_types"])
-        x_BLD, _, _ = model.stack(model.embed_tokens(rows.tokens, ctx), ctx)
-        pooled_BLD = jnp.tanh(model.bert.pooler(model.normed(x_BLD)))
+        x, _, _ = model.stack(model.embed_tokens(rows.tokens, ctx), ctx)
+        pooled_BLD = jnp.tanh(model.bert.pooler(model.normed(x["target"])))
         logits_BLC = model.classifier.linear(pooled_BLD)
         if objective is Objective.choose:  # one of three places
             places_B3 = jax.vmap(lambda row: jnp.flatnonzero(row, size=3))(rows.targets)

@@ -95,10 +95,10 @@ def test_the_loss_is_that_of_masked_tokens_and_of_the_order_of_pairs(tmp_path):
     def loss(model):
         rows = jax.tree.map(lambda array: array[0], batch)
         ctx = Context(rows.positions, rows.segment_ids, token_types_BL=rows.extra["token_types"])
-        x_BLD, _, _ = model.stack(model.embed_tokens(rows.tokens, ctx), ctx)
-        log_BLV = jax.nn.log_softmax(model.logits(model.outputs(x_BLD, ctx)))
+        x, _, _ = model.stack(model.embed_tokens(rows.tokens, ctx), ctx)
+        log_BLV = jax.nn.log_softmax(model.logits(model.outputs(x, ctx)))
         picked_BL = jnp.take_along_axis(log_BLV, rows.targets[..., None], -1)[..., 0]
-        order_B2 = jax.nn.log_softmax(model.bert.pair_logits(x_BLD[:, :1]))
+        order_B2 = jax.nn.log_softmax(model.bert.pair_logits(x["target"][:, :1]))
         labels_B = rows.extra["is_swapped"]
         order = -jnp.take_along_axis(order_B2, labels_B[:, None], 1).mean()
         words = -(picked_BL * rows.loss_mask).sum() / rows.loss_mask.sum()

@@ -215,7 +215,7 @@ def split_model(size: Sizes, config) -> dict:
 
     table_VD = model.output_weight()
     calls = {
-        "stack": lambda: stack((model.stack, x_BLD), x_BLD),
+        "stack": lambda: stack((model.stack, {"target": x_BLD}), {"target": x_BLD}),
         "head and loss": lambda: head((x_BLD, table_VD), jnp.ones(())),
         "embedding": lambda: embed((model.embedding,), x_BLD),
     }

@@ -23,6 +23,7 @@ from maxmeg.config.layers import places
 from maxmeg.config.model import ModelConfig
 from maxmeg.layers.context import Context
 from maxmeg.layers.residual import Residual
+from maxmeg.layers.stream import Stream
 from maxmeg.models.lm import LM
 
 MIXER_OUTPUT = "mixer_output"  # the name under which layers/residual.py stores it
@@ -48,21 +49,21 @@ def capture(
 
     ctx = Context(jnp.broadcast_to(jnp.arange(ids_BL.shape[1]), ids_BL.shape))
     ctx = model.stack.with_rotations(ctx)
-    x_BLD = model.embed_tokens(ids_BL, ctx)
-    keep("embedding", x_BLD)
+    x = model.embed_tokens(ids_BL, ctx)
+    keep("embedding", x["target"])
     firsts = [sum(repeats for _, repeats in config.groups[:i]) for i in range(len(config.groups))]
     for number, place in enumerate(places(config.groups)):
         unit = jax.tree.map(lambda leaf, at=place.repeat: leaf[at], model.stack.groups[place.group])
         layer_ctx = dataclasses.replace(ctx, layer=firsts[place.group] + place.repeat)
         for i in range(place.sublayer, place.sublayer + len(config.layer_kinds[number])):
             sublayer = unit.sublayers[i]
-            x_BLD, named = run_named(sublayer, x_BLD, dataclasses.replace(layer_ctx, sublayer=i))
+            x, named = run_named(sublayer, x, dataclasses.replace(layer_ctx, sublayer=i))
             mixer = f"layers.{number}.{'+'.join(sublayer.mixers)}"
             mixer += f"_{i}" if mixer in seen else ""
-            for name, x in named.items():
-                keep(mixer if name == MIXER_OUTPUT else f"{mixer}.{name}", x)
-        keep(f"layers.{number}", x_BLD)
-    keep("final_norm", model.outputs(x_BLD, ctx))
+            for name, array in named.items():
+                keep(mixer if name == MIXER_OUTPUT else f"{mixer}.{name}", array)
+        keep(f"layers.{number}", x["target"])
+    keep("final_norm", model.outputs(x, ctx))
     for pattern, expression in zip(patterns, expressions, strict=True):
         if not any(map(expression.fullmatch, seen)):
             raise ValueError(
@@ -71,15 +72,14 @@ def capture(
     return captured
 
 
-def run_named(
-    sublayer: Residual, x_BLD: jax.Array, ctx: Context
-) -> tuple[jax.Array, dict[str, jax.Array]]:
+def run_named(sublayer: Residual, x: Stream, ctx: Context) -> tuple[Stream, dict[str, jax.Array]]:
     """Return a sublayer's output, and the activations that it stores under names."""
+    leaves, structure = jax.tree.flatten(x)
 
-    def run(x_BLD: jax.Array) -> jax.Array:
-        return sublayer(x_BLD, ctx)[0]
+    def run(*leaves: jax.Array) -> Stream:
+        return sublayer(jax.tree.unflatten(structure, leaves), ctx)[0]
 
-    closed = jax.make_jaxpr(run)(x_BLD)
+    closed = jax.make_jaxpr(run)(*leaves)
     named = {
         equation.params["name"]: equation.outvars[0]
         for equation in closed.jaxpr.eqns
@@ -87,5 +87,6 @@ def run_named(
     }
     jaxpr = closed.jaxpr.replace(outvars=[*closed.jaxpr.outvars, *named.values()])
     function: Callable = jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, closed.consts))
-    output_BLD, *arrays = function(x_BLD)
-    return output_BLD, dict(zip(named, arrays, strict=True))
+    arrays = function(*leaves)
+    y = jax.tree.unflatten(structure, arrays[: len(leaves)])
+    return y, dict(zip(named, arrays[len(leaves) :], strict=True))

@@ -100,5 +100,4 @@ def logits(
 ) -> Float[Array, "B L C"]:
     """float32 logits of each token."""
     ctx = Context(positions_BL, segments_BL, token_types_BL=types_BL, sequence_sharded=False)
-    x_BLD, _, _ = model.stack(model.embed_tokens(ids_BL, ctx), ctx)
-    return model.outputs(x_BLD, ctx)
+    return model.hidden(ids_BL, ctx)[0]

@@ -189,8 +189,8 @@ def vectors(
 ) -> Float[Array, "B W"]:
     """Return the vectors of a biencoder."""
     ctx = context(ids_BL, segments_BL)
-    x_BLD = model.stack(model.embed_tokens(ids_BL, ctx), ctx)[0]
-    return model.outputs(x_BLD[:, :1], ctx)[:, 0].astype(jnp.float32)
+    x = model.stack(model.embed_tokens(ids_BL, ctx), ctx)[0]
+    return model.outputs({"target": x["target"][:, :1]}, ctx)[:, 0].astype(jnp.float32)
 
 
 def pooled(
@@ -202,7 +202,7 @@ def pooled(
     """Return embeddings; segment 0 is padding, poolings are indices of POOLINGS."""
     pooling = poolings_B[0]
     ctx = context(ids_BL, segments_BL)
-    h_BLD = model.normed(model.stack(model.embed_tokens(ids_BL, ctx), ctx)[0])
+    h_BLD = model.normed(model.stack(model.embed_tokens(ids_BL, ctx), ctx)[0]["target"])
     first_B1D = h_BLD[:, :1]
     if model.bert is not None and model.bert.pooler is not None:
         is_pooler = pooling == POOLINGS.index("pooler")

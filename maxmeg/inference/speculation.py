@@ -75,7 +75,7 @@ def mtp_drafts(
     drafts, caches = [], []
     for d, depth_cache in enumerate(cache):
         later_ctx = dataclasses.replace(ctx, positions_BL=ctx.positions_BL + d + 1)
-        embedded_BLD = model.embed_tokens(later_BX[:, d : d + length], later_ctx)
+        embedded_BLD = model.embed_side(later_BX[:, d : d + length], later_ctx)
         h_BLD, new_cache = model.mtp.depths[d].cached(h_BLD, embedded_BLD, ctx, depth_cache)
         newest_BD = h_BLD.at[rows_B, places_B].get(mode="clip")
         logits_BV = model.logits(newest_BD[:, None])[:, 0]

@@ -65,9 +65,8 @@ class Context:
     whole, such as RETRO's chunks. training: apply dropout, router noise and Sinkhorn balancing.
     microbatch_weight: of this microbatch in losses that are means over microbatches.
     rotations: of these positions, computed once for all layers (`with_rotations`).
-    source: of an encoder-decoder, whose residual stream has the rows of source, target and tables
-    of relative biases (layers.streams). memory: for cross attention, the other side's rows
-    [B, M, D], gathered over tensor, and their context.
+    source: of an encoder-decoder. memory: for cross attention, the other side's rows [B, M, D],
+    gathered over tensor, and their context.
     bias_NH: table of relative biases of this device's heads, for attention.
     """
 

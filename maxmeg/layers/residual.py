@@ -12,7 +12,7 @@ from maxmeg.layers.cache import CacheSize
 from maxmeg.layers.context import Context
 from maxmeg.layers.mixer import MixerSpec
 from maxmeg.layers.norm import Norm, NormSpec
-from maxmeg.layers.streams import Side, Streams, side_context
+from maxmeg.layers.stream import Side, Stream, side_context
 from maxmeg.ops.dropout import dropout
 from maxmeg.ops.random import split
 from maxmeg.parallel import collectives
@@ -28,8 +28,8 @@ class ResidualSpec:
     "post_residual" after the residual sum.
     own_norms: each mixer has its own norm before it. scales: factors of the mixers' outputs.
     after_gradients: if n > 0, backward computes the weight gradients of n sublayers, from this one
-    on, before it goes on to the one before. side: of an encoder-decoder's residual stream; None:
-    the stream has one. adds: whether the output is added to the input, or takes its place.
+    on, before it goes on to the one before. side: the array of the residual stream that it reads
+    and replaces. adds: whether the output is added to the input, or takes its place.
     has_scale: multiply the sum by a number that is not trained, state of the model (Gemma 4).
     """
 
@@ -40,7 +40,7 @@ class ResidualSpec:
     own_norms: bool = False
     scales: tuple[float, ...] = ()
     after_gradients: int = 0
-    side: Side | None = None
+    side: Side = "target"
     adds: bool = True
     has_scale: bool = False
 
@@ -66,22 +66,20 @@ class Residual(nnx.Module):
         self.scale = one
 
     def __call__(
-        self, x_BLD: Float[Array, "B L D"], ctx: Context, cache: dict | None = None
-    ) -> tuple[Float[Array, "B L D"], dict | None, dict]:
+        self, x: Stream, ctx: Context, cache: dict | None = None
+    ) -> tuple[Stream, dict | None, dict]:
         """(output, new caches by mixer name, auxiliary values by mixer name)."""
-        if (side := self.spec.side) is None:
-            return self.applied(x_BLD, ctx, cache)
-        streams = Streams.of(x_BLD, ctx)
-        if not getattr(streams, side).size:  # decoding: the cache has what is read of the source
-            return x_BLD, cache, {}
-        own_ctx = side_context(streams, ctx, side, self.spec.mixers[0])
-        y_BLD, new_cache, aux = self.applied(getattr(streams, side), own_ctx, cache)
-        return streams._replace(**{side: y_BLD}).joined(), new_cache, aux
+        side = self.spec.side
+        if not x[side].size:  # decoding: the cache has what is read of the source
+            return x, cache, {}
+        ctx = side_context(x, ctx, side, self.spec.mixers[0])
+        y_BLD, new_cache, aux = self.applied(x[side], ctx, cache)
+        return x | {side: y_BLD}, new_cache, aux
 
     def applied(
         self, x_BLD: Float[Array, "B L D"], ctx: Context, cache: dict | None = None
     ) -> tuple[Float[Array, "B L D"], dict | None, dict]:
-        """As of a whole residual stream, on the rows of one side."""
+        """As of a whole residual stream, on one of its arrays."""
         h_BLD = x_BLD if self.norm is None else self.norm(x_BLD)
         gathered_BLD = h_BLD
         if any(spec.reads == "whole" for spec in self.spec.mixers):

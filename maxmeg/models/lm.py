@@ -21,7 +21,7 @@ from maxmeg.layers.embedding import Embedding, Positions
 from maxmeg.layers.norm import Norm
 from maxmeg.layers.qk_clip import QkClip
 from maxmeg.layers.residual import drop_residual
-from maxmeg.layers.streams import RelativeTables, Streams, source_context
+from maxmeg.layers.stream import RelativeTables, Stream, source_context
 from maxmeg.models import mtp
 from maxmeg.models.bert import make_bert
 from maxmeg.models.classifier import Classifier
@@ -99,6 +99,7 @@ class LM(nnx.Module):
         has_layer, self.has_tokens = config.head.width > 0, not config.head.replaces_output
         self.classifier = Classifier(fold(key, CLASSIFIER), config) if has_layer else None
         self.query = make_query(fold(key, QUERY), config, padded)
+        self.reads: tuple[str, ...] = ("target",) if self.query is None else ("source", "target")
         shape, std = (config.relative.buckets, config.attention.num_heads), config.init_std
         is_relative = config.position is Position.relative
         self.relative = RelativeTables(fold(key, RELATIVE), shape, std) if is_relative else None
@@ -106,15 +107,17 @@ class LM(nnx.Module):
     def __str__(self) -> str:
         return outline(self, self.vocab_size)
 
-    def embed(self, batch: Batch, ctx: Context) -> Float[Array, "B L D"]:
+    def embed(self, batch: Batch, ctx: Context) -> Stream:
         """The stack's input: partial sums over pipe."""
         return self.embed_tokens(batch.tokens, ctx)
 
-    def embed_tokens(self, ids_BL: Int[Array, "B L"], ctx: Context) -> Float[Array, "B L D"]:
-        """As `embed`: of an encoder-decoder, the streams of `ctx.source` and of these tokens."""
-        x_BLD = self.embed_side(ids_BL, ctx)
+    def embed_tokens(self, ids_BL: Int[Array, "B L"], ctx: Context) -> Stream:
+        """As `embed`: of these tokens and, in an encoder-decoder, of `ctx.source`."""
+        x = {"target": self.embed_side(ids_BL, ctx)}
+        if self.relative is not None:
+            x["tables"] = self.relative()
         if ctx.source is None:
-            return x_BLD
+            return x
         source_ctx, key = source_context(ctx), ctx.dropout_key
         if self.neighbour_length:
             positions_BS = ctx.source.positions_BS % self.neighbour_length
@@ -123,11 +126,10 @@ class LM(nnx.Module):
             source_ctx = dataclasses.replace(source_ctx, dropout_key=fold(key, SOURCE))
         of_source = self if self.query is None else self.query
         if ctx.source.tokens_BS.size:
-            source_BSD = of_source.embed_side(ctx.source.tokens_BS, source_ctx)
+            x["source"] = of_source.embed_side(ctx.source.tokens_BS, source_ctx)
         else:  # in decoding
-            source_BSD = x_BLD[:, :0]
-        tables_BRD = x_BLD[:, :0] if self.relative is None else self.relative.rows(x_BLD)
-        return Streams(source_BSD, x_BLD, tables_BRD).joined()
+            x["source"] = x["target"][:, :0]
+        return x
 
     @jax.named_scope("embedding")
     def embed_side(self, ids_BL: Int[Array, "B L"], ctx: Context) -> Float[Array, "B L D"]:
@@ -146,17 +148,17 @@ class LM(nnx.Module):
             x_BLD = drop_residual(x_BLD, self.dropout, key, ctx)
         return x_BLD
 
-    def outputs(self, x_BLD: Float[Array, "B L D"], ctx: Context) -> Float[Array, "B L D"]:
+    def outputs(self, x: Stream, ctx: Context) -> Float[Array, "B L D"]:
         """The input of the output projection, from the stack's output, for the whole sequence; with
         a classifier its logits [B, L, C], with a biencoder the vector at each token [B, L, W], with
         two encoders those of the source's tokens before those of the target's."""
-        if self.query is not None and ctx.source is not None:
-            streams = Streams.of(x_BLD, ctx)
-            query_BSW = self.query.outputs(streams.source, source_context(ctx))
-            text_BLW = self.outputs(streams.target, dataclasses.replace(ctx, source=None))
-            return jnp.concatenate([query_BSW, text_BLW], axis=1)
-        if ctx.source is not None:
-            x_BLD = Streams.of(x_BLD, ctx).target
+        text_BLW = self.outputs_of_side(x["target"], ctx)
+        if self.query is None:
+            return text_BLW
+        query_BSW = self.query.outputs_of_side(x["source"], source_context(ctx))
+        return jnp.concatenate([query_BSW, text_BLW], axis=1)
+
+    def outputs_of_side(self, x_BLD: Float[Array, "B L D"], ctx: Context) -> Float[Array, "B L D"]:
         h_BLD = self.normed(x_BLD)
         if self.bert is not None and self.bert.pooler is not None and not self.has_tokens:
             h_BLD = self.bert.pooled(h_BLD)
@@ -172,8 +174,8 @@ class LM(nnx.Module):
         self, ids_BL: Int[Array, "B L"], ctx: Context, cache: list | None = None
     ) -> tuple[Float[Array, "B L D"], list | None, list]:
         """(`outputs` of the layers, new caches, auxiliary values)."""
-        x_BLD, cache, aux = self.stack(self.embed_tokens(ids_BL, ctx), ctx, cache)
-        return self.outputs(x_BLD, ctx), cache, aux
+        x, cache, aux = self.stack(self.embed_tokens(ids_BL, ctx), ctx, cache)
+        return self.outputs(x, ctx), cache, aux
 
     def aux_of(self, sums: dict[str, typing.Any]) -> list:
         """The auxiliary values of a whole step for `update`: of each group of the stack, in the

@@ -23,7 +23,7 @@ from maxmeg.layers.moe import MoeSpec
 from maxmeg.layers.norm import NormSpec
 from maxmeg.layers.residual import ResidualSpec
 from maxmeg.layers.short_conv import ShortConvSpec
-from maxmeg.layers.streams import EncoderNormSpec, Side
+from maxmeg.layers.stream import EncoderNormSpec, Side
 from maxmeg.models.stack import Pattern, UnitSpec
 from maxmeg.ops.attention.temperature import Temperature
 from maxmeg.ops.experts.routing import RoutingSpec, Score
@@ -318,7 +318,7 @@ def unit_costs(config: ModelConfig) -> tuple[int, ...]:
 
 
 def side_of(mixers: tuple[str, ...]) -> Side:
-    """The side of an encoder-decoder that a sublayer belongs to."""
+    """The side that a sublayer belongs to: the source's in an encoder-decoder's encoder."""
     return "source" if set(mixers) <= set(ENCODER) else "target"
 
 
@@ -334,7 +334,7 @@ def sublayer_spec(
         dropout=config.dropout_hidden,
         place="none" if "raw_attention" in mixers else config.norm_place.value,
         own_norms=config.parallel_norms and len(mixers) > 1,
-        side=side_of(mixers) if config.has_source else None,
+        side=side_of(mixers),
         adds="encoder_norm" not in mixers,
         scales=tuple(config.residual_scale * scales.get(name, 1.0) for name in mixers),
     )

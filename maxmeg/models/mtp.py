@@ -17,6 +17,7 @@ from maxmeg.layers.cache import CacheSize
 from maxmeg.layers.context import Context
 from maxmeg.layers.linear import Linear
 from maxmeg.layers.norm import Norm, NormSpec
+from maxmeg.layers.stream import Stream
 from maxmeg.models.mixers import hidden_std
 from maxmeg.models.stack import Unit, UnitSpec
 from maxmeg.ops.random import split
@@ -44,8 +45,9 @@ class Depth(nnx.Module):
         self, x_BLD: jax.Array, later_BLD: jax.Array, ctx: Context, cache: list
     ) -> tuple[Float[Array, "B L D"], list]:
         """(normed output, new cache) of tokens that follow cached ones."""
-        x_BLD, cache, _ = self.layer(self.joined(x_BLD, later_BLD), ctx, cache)  # pyright: ignore
-        return self.final_norm(x_BLD), cache
+        x: Stream = {"target": self.joined(x_BLD, later_BLD)}
+        x, cache, _ = self.layer(x, ctx, cache)  # pyright: ignore
+        return self.final_norm(x["target"]), cache
 
 
 class Mtp(nnx.Module):

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float
 
 from maxmeg.config.recompute import kept_names, offloaded_names
 from maxmeg.layers.cache import CacheSize
 from maxmeg.layers.context import Context
 from maxmeg.layers.residual import Residual, ResidualSpec
+from maxmeg.layers.stream import Stream
 from maxmeg.ops.random import fold, split
 from maxmeg.parallel.collectives import keeps
 from maxmeg.parallel.trainable import fixed, joined, trained
@@ -31,19 +31,19 @@ class Unit(nnx.Module):
         self.sublayers = nnx.List([Residual(k, s) for k, s in zip(keys, spec, strict=True)])
 
     def __call__(
-        self, x_BLD: Float[Array, "B L D"], ctx: Context, cache: list | None = None
-    ) -> tuple[Float[Array, "B L D"], list | None, list]:
+        self, x: Stream, ctx: Context, cache: list | None = None
+    ) -> tuple[Stream, list | None, list]:
         """(output, new caches per sublayer, auxiliary values per sublayer)."""
         caches, auxes, sublayers = [], [], list(self.sublayers)
         for i, number in enumerate([s.spec.after_gradients for s in sublayers]):
             layer = slice(i, i + number)
-            sublayers[layer], x_BLD = gradients_first(sublayers[layer], x_BLD)
+            sublayers[layer], x = gradients_first(sublayers[layer], x)
             sublayer, sublayer_ctx = sublayers[i], dataclasses.replace(ctx, sublayer=i)
             sublayer_cache = None if cache is None else cache[i]
-            x_BLD, new_cache, values = sublayer(x_BLD, sublayer_ctx, sublayer_cache)
+            x, new_cache, values = sublayer(x, sublayer_ctx, sublayer_cache)
             caches.append(new_cache)
             auxes.append(values)
-        return x_BLD, None if cache is None else caches, auxes
+        return x, None if cache is None else caches, auxes
 
     def init_cache(self, size: CacheSize) -> list:
         """An empty cache of each sublayer."""
@@ -56,7 +56,7 @@ class Unit(nnx.Module):
                 sublayer.mixers[name].update(values)
 
 
-def gradients_first(sublayers: list[Residual], x: jax.Array) -> tuple[list[Residual], jax.Array]:
+def gradients_first(sublayers: list[Residual], x: Stream) -> tuple[list[Residual], Stream]:
     """Return `sublayers` and their input x. Backward computes the gradients of their weights before
     it uses the gradient of x. XLA would compute them last, and keep what they read until then."""
     if not sublayers:
@@ -135,8 +135,8 @@ class Stack(nnx.Module):
         )
 
     def __call__(
-        self, x_BLD: Float[Array, "B L D"], ctx: Context, cache: list | None = None
-    ) -> tuple[Float[Array, "B L D"], list | None, list]:
+        self, x: Stream, ctx: Context, cache: list | None = None
+    ) -> tuple[Stream, list | None, list]:
         """(output, new caches of the groups, auxiliary values stacked over each group's repeats).
 
         Only without a pipeline.
@@ -145,26 +145,26 @@ class Stack(nnx.Module):
         ctx = self.with_rotations(ctx)
 
         def body(looped, carry, layer):
-            (x_BLD, group_cache), (unit, index, repeat) = carry, layer
+            (x, group_cache), (unit, index, repeat) = carry, layer
             if group_cache is None:
-                x_BLD, aux = self.run_unit(unit, x_BLD, ctx, index, prevent_cse=not looped)
-                return (x_BLD, None), aux
+                x, aux = self.run_unit(unit, x, ctx, index, prevent_cse=not looped)
+                return (x, None), aux
             assert ctx.cache_places is not None
             places = dataclasses.replace(ctx.cache_places, layer=repeat)
             unit_ctx = dataclasses.replace(ctx, layer=index, cache_places=places)
-            x_BLD, group_cache, aux = unit(x_BLD, unit_ctx, group_cache)
-            return (x_BLD, group_cache), aux
+            x, group_cache, aux = unit(x, unit_ctx, group_cache)
+            return (x, group_cache), aux
 
         first, caches, auxes = 0, [], []
         for i, (group, repeats) in enumerate(zip(self.groups, self.repeats, strict=True)):
             numbers = jnp.arange(repeats)
-            carry = x_BLD, None if cache is None else cache[i]
+            carry = x, None if cache is None else cache[i]
             layers = (group, first + numbers, numbers)
-            (x_BLD, new_cache), aux = scan_layers(body, carry, layers, self.unroll or repeats)
+            (x, new_cache), aux = scan_layers(body, carry, layers, self.unroll or repeats)
             caches.append(new_cache)
             auxes.append(aux)
             first += repeats
-        return x_BLD, None if cache is None else caches, auxes
+        return x, None if cache is None else caches, auxes
 
     def with_rotations(self, ctx: Context) -> Context:
         """`ctx` with the rotations that any layer reads: loops over layers compute none."""
@@ -175,7 +175,7 @@ class Stack(nnx.Module):
     def run_unit(
         self,
         unit: Unit,
-        x_BLD: jax.Array,
+        x: Stream,
         ctx: Context,
         layer,
         *,
@@ -189,14 +189,14 @@ class Stack(nnx.Module):
         False if loops or a pipeline's ring buffer separate them: the barrier would prevent fusion.
         """
 
-        def run(unit, x_BLD, layer):
-            x_BLD, _, aux = unit(x_BLD, dataclasses.replace(ctx, layer=layer))
-            return x_BLD, lax.stop_gradient(aux)
+        def run(unit, x, layer):
+            x, _, aux = unit(x, dataclasses.replace(ctx, layer=layer))
+            return x, lax.stop_gradient(aux)
 
         checkpointed = jax.checkpoint(
             run, policy=keeps(self.kept, self.offloaded), prevent_cse=prevent_cse
         )
-        return checkpointed(unit, x_BLD, layer)
+        return checkpointed(unit, x, layer)
 
     def aux_of(self, aux: list) -> list:
         """Put the auxiliary values of a whole step, stacked in model order for each group, in the

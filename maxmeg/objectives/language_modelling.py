@@ -9,6 +9,7 @@ from jax import lax
 
 from maxmeg.config.schema import TrainConfig
 from maxmeg.layers.context import Context
+from maxmeg.layers.stream import Stream
 from maxmeg.models.lm import LM
 from maxmeg.objectives.objective import Metrics, Objective, Sums, token_loss, token_metrics
 from maxmeg.ops.random import fold
@@ -61,12 +62,12 @@ def later(model: LM, batch: Batch, ctx: Context) -> list[jax.Array]:
             positions_BL=tokens.positions,
             dropout_key=key if key is None else fold(key, FIRST_KEY + i),
         )
-        embeddings.append(model.embed(tokens, embedding_ctx))
+        embeddings.append(model.embed_side(tokens.tokens, embedding_ctx))
     return embeddings
 
 
 def further(
-    model: typing.Any, x_BLD: jax.Array, embeddings: list[jax.Array], batch: Batch, ctx: Context
+    model: typing.Any, x: Stream, embeddings: list[jax.Array], batch: Batch, ctx: Context
 ) -> tuple[list[jax.Array], Sums]:
     """([normed output of each MTP layer for the sequence shard], {"mtp_aux": auxiliary values}).
     embeddings: as from `later`."""
@@ -74,23 +75,21 @@ def further(
         return [], {}
 
     def run(params, inputs, constants):
-        (x_BLD, embeddings), (fixed_parts, ctx) = inputs, constants
+        (x, embeddings), (fixed_parts, ctx) = inputs, constants
         final_norm, depths = joined(params, fixed_parts)
-        x_BLD = x_BLD if final_norm is None else final_norm(x_BLD)
+        x_BLD = x["target"] if final_norm is None else final_norm(x["target"])
         outputs, auxes = [], []
         for i, (depth, later_BLD) in enumerate(zip(depths, embeddings, strict=True)):
-            x_BLD = depth.joined(x_BLD, later_BLD)
+            x = x | {"target": depth.joined(x_BLD, later_BLD)}
             layer = sum(model.stack.repeats) + i
-            x_BLD, aux = model.stack.run_unit(
-                depth.layer, x_BLD, ctx, layer, prevent_cse=not is_piped()
-            )
-            x_BLD = depth.final_norm(x_BLD)
+            x, aux = model.stack.run_unit(depth.layer, x, ctx, layer, prevent_cse=not is_piped())
+            x_BLD = depth.final_norm(x["target"])
             outputs.append(x_BLD)
             auxes.append(aux)
         return outputs, auxes
 
     parts = (model.final_norm, list(model.mtp.depths))
-    outputs, auxes = on_last_stage(run, trained(parts), (x_BLD, embeddings), (fixed(parts), ctx))
+    outputs, auxes = on_last_stage(run, trained(parts), (x, embeddings), (fixed(parts), ctx))
     return outputs, {"mtp_aux": auxes}
 
 

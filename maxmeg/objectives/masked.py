@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from maxmeg.config.schema import TrainConfig
 from maxmeg.layers.context import Context
+from maxmeg.layers.stream import Stream
 from maxmeg.models.lm import LM
 from maxmeg.objectives.objective import Metrics, Objective, Sums, token_loss, token_metrics
 from maxmeg.parallel import collectives
@@ -31,14 +32,14 @@ def masks(model: LM, batch: Batch) -> list[jax.Array]:
 
 
 def further(
-    model: LM, x_BLD: jax.Array, later: list[jax.Array], batch: Batch, ctx: Context
+    model: LM, x: Stream, later: list[jax.Array], batch: Batch, ctx: Context
 ) -> tuple[list[jax.Array], Sums]:
     """([output of the layers for the first token of each row, zero where a device along context
     does not have it], no auxiliary values)."""
     if not has_pairs(model):
         return [], {}
-    first_BL = ctx.shard(first_tokens(batch)).astype(x_BLD.dtype)
-    first_B1D = jnp.einsum("BL,BLD->BD", first_BL, x_BLD)[:, None]
+    first_BL = ctx.shard(first_tokens(batch)).astype(x["target"].dtype)
+    first_B1D = jnp.einsum("BL,BLD->BD", first_BL, x["target"])[:, None]
     return [collectives.sum_over(first_B1D, TENSOR_AXES)], {}
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from maxmeg.config.schema import TrainConfig
 from maxmeg.layers.context import Context
+from maxmeg.layers.stream import Stream
 from maxmeg.models.stack import Stack
 from maxmeg.parallel import collectives
 from maxmeg.parallel.batch import Batch
@@ -21,17 +22,18 @@ TargetLoss = Callable[[jax.Array, Batch], jax.Array]  # (logits_BLV, batch) -> l
 class Model(typing.Protocol):
     """The methods that a train step and a pipeline call.
 
-    embed: the stack's input, as partial sums over pipe. outputs: the objective's input, computed
-    from the stack's output, for the whole sequence. aux_of: auxiliary values of the layers, from
-    the sums of a whole step. update: set the layers' state from them. token_losses: sum of
-    weights * loss, and the plain cross entropy [B, L].
+    embed: the stack's input, as partial sums over pipe. reads: names of the arrays of the stack's
+    output that `outputs` reads. outputs: the objective's input, for the whole sequence. aux_of:
+    auxiliary values of the layers, from the sums of a whole step. update: set the layers' state
+    from them. token_losses: sum of weights * loss, and the plain cross entropy [B, L].
     """
 
     stack: Stack
+    reads: tuple[str, ...]
 
-    def embed(self, batch: Batch, ctx: Context) -> jax.Array: ...
+    def embed(self, batch: Batch, ctx: Context) -> Stream: ...
 
-    def outputs(self, x_BLD: jax.Array, ctx: Context) -> jax.Array: ...
+    def outputs(self, x: Stream, ctx: Context) -> jax.Array: ...
 
     def token_losses(
         self, h_BLD: jax.Array, targets_BL: jax.Array, weights_BL: jax.Array, train: TrainConfig

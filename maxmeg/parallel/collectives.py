@@ -99,8 +99,8 @@ def max_over(x, axes: tuple[str, ...]):
     return lax.pmax(x, axes) if axes else x
 
 
-def permute(x: jax.Array, axis: str, pairs: list[tuple[int, int]]) -> jax.Array:
-    """Send x between (source, target) ranks of one axis; ranks without a source get zeros."""
+def permute(x, axis: str, pairs: list[tuple[int, int]]):
+    """Send a tree between (source, target) ranks of one axis; ranks without a source get zeros."""
     return lax.ppermute(x, axis, pairs) if present((axis,)) else x
 
 

@@ -61,8 +61,8 @@ class Carry(typing.NamedTuple):
     group, stacked over all its layers in model order.
     """
 
-    x: jax.Array
-    dy: jax.Array
+    x: typing.Any
+    dy: typing.Any
     rings: list
     deferred: list[Arrays]
     weights: list
@@ -159,7 +159,7 @@ class Executor:
 
     def start(self) -> Carry:
         table, program = self.table, self.program
-        x = jnp.zeros(self.x.shape, self.x.dtype)
+        x = start_values(self.x)
         later = jax.eval_shape(program.later, program.outer, self.microbatch(0))
         w = jax.eval_shape(program.output, program.outer)
         head = functools.partial(program.head, program.outer)
@@ -232,7 +232,7 @@ class Executor:
             carry = carry._replace(x=x, dy=dy)
         return carry, None
 
-    def forward(self, carry: Carry, work: Work, gathers: bool) -> tuple[jax.Array, Carry]:
+    def forward(self, carry: Carry, work: Work, gathers: bool) -> tuple:
         """Run this stage's chunk on its microbatch, and store the residuals in the rings."""
         local, x = self.local(work), self.embed_forward(carry.x, work)
         rings, aux_of_groups, all_weights = [], [], []
@@ -272,7 +272,7 @@ class Executor:
             return x, carry
         return x, carry._replace(rings=rings, aux=aux_of_groups, weights=all_weights)
 
-    def backward(self, carry: Carry, loss_dy: jax.Array | None, work: Work, last: bool) -> Carry:
+    def backward(self, carry: Carry, loss_dy, work: Work, last: bool) -> Carry:
         """Add up the gradients of this stage's chunk, and send that of its input back.
 
         With a weight lane, store the inputs of that lane instead of weight gradients.
@@ -281,7 +281,7 @@ class Executor:
         shared, made = self.shared(local.microbatch), []
         if loss_dy is not None:
             at_end = (self.stage == self.last) & (local.chunk == self.table.chunks - 1)
-            dx = loss_dy if self.alone else jnp.where(at_end, loss_dy, dx)
+            dx = loss_dy if self.alone else choose(at_end, loss_dy, dx)
         for g in reversed(range(len(self.vjps))):
 
             def body(state, slot, place, g=g, vjp=self.vjps[g]):
@@ -303,7 +303,7 @@ class Executor:
 
             dx, outs[g] = self.loop(g, local, body, (dx, outs[g]), reverse=True)
         outer = self.embed_backward(carry.outer, dx, work)
-        ended = sum(never(a).astype(jnp.int32) for a in [dx, *made]) if self.alone else carry.ended
+        ended = never((dx, made)).astype(jnp.int32) if self.alone else carry.ended
         carry = carry._replace(dy=self.send(dx, -1), outer=outer, ended=ended)
         return carry._replace(deferred=outs) if carry.deferred else carry._replace(groups=outs)
 
@@ -371,12 +371,12 @@ class Executor:
             gradients = jax.tree.map(lambda d: jnp.where(local.microbatch >= 0, d, 0), gradients)
         return self.gradients[g].add(sums, place, gradients, last)
 
-    def embed_forward(self, arrived: jax.Array, work: Work) -> jax.Array:
+    def embed_forward(self, arrived, work: Work):
         """The chunk's input: for the first chunk the embedding, computed by all stages together;
         otherwise what the previous stage has sent."""
         microbatch = work.microbatch[0]
 
-        def embedded() -> jax.Array:
+        def embedded():
             share = self.program.embed(self.program.outer, self.microbatch(microbatch))
             return collectives.sum_over(collectives.after(share, arrived), (PIPE_AXIS,))
 
@@ -386,10 +386,10 @@ class Executor:
         if self.table.chunks == 1:
             x = embedded()
         else:
-            x = lax.cond(entering, embedded, lambda: jnp.zeros(self.x.shape, self.x.dtype))
-        return jnp.where((self.stage == 0) & entering, x, arrived)
+            x = lax.cond(entering, embedded, lambda: start_values(self.x))
+        return choose((self.stage == 0) & entering, x, arrived)
 
-    def embed_backward(self, total, dx: jax.Array, work: Work):
+    def embed_backward(self, total, dx, work: Work):
         """`total` plus the embedding's gradients, from the gradient of the first chunk's input."""
         if not jax.tree.leaves(total):  # the embedding is not trained
             return total
@@ -397,7 +397,8 @@ class Executor:
         leaving = (number >= 0) & (work.chunk[0] == 0)
 
         def add(total):
-            left = dx if self.alone else jnp.where((self.stage == 0) & leaving, dx, 0)
+            is_left = (self.stage == 0) & leaving
+            left = dx if self.alone else choose(is_left, dx, start_values(dx))
             return self.add_embedding(total, self.program.embed, number, left)
 
         return add(total) if self.table.chunks == 1 else lax.cond(leaving, add, lambda t: t, total)
@@ -458,7 +459,7 @@ class Executor:
         def idle(total):
             if not trained:
                 return None, None, None, total
-            return jnp.zeros_like(y), start_values(later), None, total
+            return start_values(y), start_values(later), None, total
 
         total = (carry.outer, carry.sums)
         dy, d_later, dw, (outer_sums, sums) = (
@@ -483,7 +484,7 @@ class Executor:
     def shared(self, number):
         return self.program.shared(self.microbatch(number))
 
-    def send(self, x: jax.Array, step: int) -> jax.Array:
+    def send(self, x, step: int):
         """Send to the next stage (step 1) or the previous one (-1); cyclic with several chunks."""
         cyclic, stages = self.table.chunks > 1, range(self.table.stages)
         pairs = [(i, (i + step) % len(stages)) for i in stages if cyclic or i + step in stages]

@@ -46,7 +46,7 @@ class GroupGradients:
         self.chunks, self.has_cuts = weights.chunks, weights.has_cuts
         self.ends = self.divide(gradients)[0]  # shapes of what waits
 
-    def start(self, dy: jax.Array | None = None) -> Sums:
+    def start(self, dy=None) -> Sums:
         """Zeros for a whole step, or for its last tick, which exist once dy does."""
 
         def zeros(row) -> jax.Array:
@@ -60,7 +60,7 @@ class GroupGradients:
         sums = Sums(jax.tree.map(zeros, rows), waiting)
         return sums if dy is None else self.enter_last_tick(sums, dy)
 
-    def enter_last_tick(self, sums: Sums, dy: jax.Array) -> Sums:
+    def enter_last_tick(self, sums: Sums, dy) -> Sums:
         """The sums as the last tick takes them. dy: of the tick before."""
         if not self.has_cuts:
             return sums

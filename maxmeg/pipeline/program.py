@@ -15,7 +15,8 @@ class Program:
     stacked over this stage's places [chunks x slots], as ZeRO-1 cuts them. fixed[g]: its other
     arrays, stacked alike.
     batches: arrays [microbatches, ...].
-    embed(outer, microbatch) -> x: partial input of the stack, to be summed over pipe.
+    embed(outer, microbatch) -> x: partial input of the stack, a tree of floating arrays, to be
+    summed over pipe.
     shared(microbatch) -> what all units read of a microbatch, computed once for a stage's.
     unit(params, x, (shared, layer, fixed), prevent_cse) -> (x, auxiliary values of the layer);
     params and fixed are gathered over fsdp. prevent_cse: whether forward and backward of the unit

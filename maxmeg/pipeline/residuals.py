@@ -17,8 +17,9 @@ Arrays = list[jax.Array]
 class UnitVjp:
     """`jax.vjp` of function(params, x, constants) -> (y, aux), split into forward and backward.
 
-    constants: inputs without a gradient. Residuals that are params or constants themselves (the
-    same tracer) are not stored: backward gets them again. Tracing gives the structure of the vjp.
+    x and y: trees of the same structure. constants: inputs without a gradient. Residuals that are
+    params or constants themselves (the same tracer) are not stored: backward gets them again.
+    Tracing gives the structure of the vjp.
     """
 
     def __init__(self, function: Callable, params, x, constants):
@@ -27,7 +28,7 @@ class UnitVjp:
         self.sources: list[int | None] = []  # index in (params, constants); None: stored
         self.residuals, self.aux = typed_shapes(self.forward, params, x, constants)[1:]
 
-    def forward(self, params, x: jax.Array, constants) -> tuple[jax.Array, Arrays, typing.Any]:
+    def forward(self, params, x, constants) -> tuple[typing.Any, Arrays, typing.Any]:
         """(y, residuals without params and constants, auxiliary values)."""
         y, pull, aux = jax.vjp(
             lambda params, x: self.function(params, x, constants), params, x, has_aux=True
@@ -40,7 +41,7 @@ class UnitVjp:
         assert sources == self.sources  # every trace stores the same residuals
         return y, [leaf for leaf, i in zip(leaves, sources, strict=True) if i is None], aux
 
-    def backward(self, residuals: Arrays, params, constants, dy: jax.Array):
+    def backward(self, residuals: Arrays, params, constants, dy):
         """(gradients of params, gradient of x)."""
         known, kept = jax.tree.leaves((params, constants)), iter(residuals)
         leaves = [next(kept) if i is None else known[i] for i in self.sources]

@@ -50,26 +50,28 @@ class SplitVjp(UnitVjp):
 
         traced = jax.make_jaxpr(whole)(*shapes)
         self.jaxpr, self.consts = traced.jaxpr, traced.consts
-        self.first, self.second, self.stored = divide(self.jaxpr)
+        self.x_tree = jax.tree.structure(x)
+        self.first, self.second, self.stored = divide(self.jaxpr, self.x_tree.num_leaves)
         self.deferred = [v.aval for v in self.stored]
         self.params_tree = jax.tree.structure(params)
 
     def output_shape(self, params, x, constants):
         return jax.eval_shape(self.function, params, x, constants)[0]
 
-    def backward_input(self, residuals: Arrays, params, constants, dy) -> tuple[jax.Array, Arrays]:
+    def backward_input(self, residuals: Arrays, params, constants, dy) -> tuple:
         """(gradient of x, values for backward_weight)."""
         values = jax.tree.leaves((residuals, params, constants, dy))
         known = self.bound(values)
         run(self.first, known)
-        return value(self.jaxpr.outvars[-1], known), [known[v] for v in self.stored]
+        dx = [value(v, known) for v in self.jaxpr.outvars[-self.x_tree.num_leaves :]]
+        return jax.tree.unflatten(self.x_tree, dx), [known[v] for v in self.stored]
 
     def backward_weight(self, residuals: Arrays, params, constants, deferred: Arrays):
         """Gradients of params."""
         values = jax.tree.leaves((residuals, params, constants))
         known = self.bound(values) | dict(zip(self.stored, deferred, strict=True))
         run(self.second, known)
-        gradients = [value(v, known) for v in self.jaxpr.outvars[:-1]]
+        gradients = [value(v, known) for v in self.jaxpr.outvars[: -self.x_tree.num_leaves]]
         return jax.tree.unflatten(self.params_tree, gradients)
 
     def bound(self, values: list) -> dict:
@@ -112,16 +114,16 @@ def variables(atoms) -> list:
     return [atom for atom in atoms if not isinstance(atom, Literal)]
 
 
-def divide(jaxpr) -> tuple[list, list, list]:
+def divide(jaxpr, count: int = 1) -> tuple[list, list, list]:
     """(equations of the first lane, equations of the second, variables stored between).
 
-    The last output of the jaxpr is the input's gradient. Its last input is the cotangent, which
-    only the first lane has.
+    The last `count` outputs of the jaxpr are the gradients of the input's arrays. Its last `count`
+    inputs are the cotangents, which only the first lane has.
     """
-    *weights, dx = jaxpr.outvars
-    first = depended_on(jaxpr.eqns, [dx])
+    weights, dx = jaxpr.outvars[:-count], jaxpr.outvars[-count:]
+    first = depended_on(jaxpr.eqns, dx)
     rest = [e for e in depended_on(jaxpr.eqns, weights) if e not in first]
-    makers = {v: e for e in first for v in e.outvars} | {jaxpr.invars[-1]: None}
+    makers = {v: e for e in first for v in e.outvars} | dict.fromkeys(jaxpr.invars[-count:])
     wanted = {v for e in rest for v in variables(e.invars)} | set(variables(weights))
     wanted &= makers.keys()
     stored = least_stored(wanted, makers)

@@ -62,8 +62,8 @@ def drafts_after(ids_L, later_DL, place, temperature, known):
     model, ctx = trained().model, Context(jnp.arange(LENGTH)[None])
     x_BLD, drafts = model.hidden(ids_L[None], ctx)[0], []
     for d, (depth, later_L) in enumerate(zip(model.mtp.depths, later_DL, strict=True)):
-        x_BLD = depth.joined(x_BLD, model.embed_tokens(later_L[None], ctx))
-        x_BLD = depth.final_norm(depth.layer(x_BLD, ctx)[0])
+        x_BLD = depth.joined(x_BLD, model.embed_side(later_L[None], ctx))
+        x_BLD = depth.final_norm(depth.layer({"target": x_BLD}, ctx)[0]["target"])
         settings = temperature, 0, 1.0, 0.0, SEED, 0, known + d
         rows = Rows(*(jnp.array([value]) for value in settings))
         drafts.append(sample(model.logits(x_BLD)[0, place][None], rows)[0])

@@ -49,7 +49,8 @@ def test_a_mesh_equals_one_device(name, sizes):
         count = len(x_BLD)
         rows_B = jax.lax.axis_index("fsdp") * count + jnp.arange(count)
         segments_BL = jnp.asarray(SEGMENTS)[rows_B]
-        return layer(x_BLD, Context(positions()[:count], segments_BL, rows_B, **how))[0]
+        ctx = Context(positions()[:count], segments_BL, rows_B, **how)
+        return layer({"target": x_BLD}, ctx)[0]["target"]
 
     alone = on_mesh(output, layer, {})(layer, *inputs())
     check_equal(on_mesh(output, layer, sizes)(layer, *inputs()), alone)

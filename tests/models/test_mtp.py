@@ -81,11 +81,11 @@ def plain_losses(model: LM, batch: Batch) -> list[tuple[jax.Array, jax.Array]]:
             ctx, positions_BL=positions[:, :-d], segments_BL=segments[:, :-d], layer=7
         )
         there = dataclasses.replace(ctx, positions_BL=positions[:, d:])
-        e_BLD = depth.embedding_norm(model.embed_tokens(batch.tokens[:, d:], there))
+        e_BLD = depth.embedding_norm(model.embed_side(batch.tokens[:, d:], there))
         h_BLD = depth.hidden_norm(x_BLD[:, : LENGTH - d])
         weight = depth.projection.weight[...]
         x_BLD = e_BLD @ weight[: e_BLD.shape[-1]] + h_BLD @ weight[e_BLD.shape[-1] :]
-        x_BLD = depth.final_norm(depth.layer(x_BLD, here)[0])
+        x_BLD = depth.final_norm(depth.layer({"target": x_BLD}, here)[0]["target"])
         actual.append(losses(x_BLD, d))
     return actual
 

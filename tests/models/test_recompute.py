@@ -31,7 +31,7 @@ def stored(fields: dict, length: int):
 
     def function(stack, x_BLD):
         positions_BL = jnp.broadcast_to(jnp.arange(length), (B, length))
-        return stack(x_BLD, Context(positions_BL))[0]
+        return stack({"target": x_BLD}, Context(positions_BL))[0]
 
     x_BLD = jax.ShapeDtypeStruct((B, length, D), jnp.float32)
     pull = jax.eval_shape(lambda *a: jax.vjp(function, *a)[1], stack, x_BLD)

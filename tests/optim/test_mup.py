@@ -56,10 +56,11 @@ def trained(width: int, mup: bool, kind: Optimizer = Optimizer.adamw) -> tuple:
     rates = {"learning_rate": config.optim.lr, "weight_decay": 0.0}
 
     def loss_fn(model):
-        x_BLD = model.stack(model.embed_tokens(ids_BL, ctx), ctx)[0]
-        h_BLD, targets_BL = model.outputs(x_BLD, ctx), jnp.roll(ids_BL, -1, axis=1)
+        x = model.stack(model.embed_tokens(ids_BL, ctx), ctx)[0]
+        h_BLD, targets_BL = model.outputs(x, ctx), jnp.roll(ids_BL, -1, axis=1)
         weights_BL = jnp.full(ids_BL.shape, 1 / ids_BL.size)
-        return model.token_losses(h_BLD, targets_BL, weights_BL)[0], (x_BLD, model.logits(h_BLD))
+        outputs = x["target"], model.logits(h_BLD)
+        return model.token_losses(h_BLD, targets_BL, weights_BL)[0], outputs
 
     @jax.jit
     def start(key):

@@ -34,8 +34,8 @@ def evaluated(model, ids, types, segments, places, labels):
     def loss(model):
         positions = jnp.broadcast_to(jnp.arange(LENGTH), ids.shape)
         ctx = Context(positions, segments, token_types_BL=types)
-        x_BLD, _, _ = model.stack(model.embed_tokens(ids, ctx), ctx)
-        logits = model.outputs(x_BLD, ctx)
+        x, _, _ = model.stack(model.embed_tokens(ids, ctx), ctx)
+        logits = model.outputs(x, ctx)
         if logits.shape[-1] == 1:  # one score of each choice: two questions of two choices
             logits = logits[:, 0, 0].reshape(2, 2)
             return -jax.nn.log_softmax(logits)[jnp.arange(2), labels].mean(), logits

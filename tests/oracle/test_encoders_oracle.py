@@ -44,9 +44,9 @@ def evaluated(model: LM, ids, types, segments, masked):
     def loss(model: LM):
         positions = jnp.broadcast_to(jnp.arange(LENGTH), ids.shape)
         ctx = Context(positions, segments, token_types_BL=types)
-        x_BLD, _, _ = model.stack(model.embed_tokens(ids, ctx), ctx)
-        h_BLD = model.normed(x_BLD)
-        logits_BLV = model.logits(model.outputs(x_BLD, ctx))
+        x, _, _ = model.stack(model.embed_tokens(ids, ctx), ctx)
+        h_BLD = model.normed(x["target"])
+        logits_BLV = model.logits(model.outputs(x, ctx))
         log_BLV = jax.nn.log_softmax(logits_BLV)
         picked = jnp.take_along_axis(log_BLV, ids[..., None], axis=-1)[..., 0]
         total, pairs = -(picked * masked).sum() / masked.sum(), None

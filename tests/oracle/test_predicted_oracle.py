@@ -154,10 +154,10 @@ def test_mtp_layers_equal_transformers(case, tmp_path, monkeypatch):
             divisors=jnp.ones(2),
         )
         ctx = Context(positions_BL)
-        x_BLD = ours.stack(ours.embed_tokens(ids_BL, ctx), ctx)[0]
+        x = ours.stack(ours.embed_tokens(ids_BL, ctx), ctx)[0]
         later = LANGUAGE_MODELLING.later(ours, batch, ctx)
-        outputs, _ = LANGUAGE_MODELLING.further(ours, x_BLD, later, batch, ctx)
-        h_BLD = ours.outputs(x_BLD, ctx)
+        outputs, _ = LANGUAGE_MODELLING.further(ours, x, later, batch, ctx)
+        h_BLD = ours.outputs(x, ctx)
         return LANGUAGE_MODELLING.loss(ours, h_BLD, batch, TrainConfig(), ctx, *outputs)[1]
 
     sums = run(ours, jnp.asarray(ids))

@@ -122,7 +122,7 @@ def test_activations_are_what_backward_keeps(kind, mode, length):
 
     def function(stack, x_BLD):
         positions_BL = jnp.broadcast_to(jnp.arange(length), x_BLD.shape[:2])
-        return stack(x_BLD, Context(positions_BL))[0]
+        return stack({"target": x_BLD}, Context(positions_BL))[0]
 
     x_BLD = jax.ShapeDtypeStruct((2, length, 64), jnp.float32)
     pull = jax.eval_shape(lambda *args: jax.vjp(function, *args)[1], stack, x_BLD)
@@ -145,12 +145,12 @@ def test_deferred_is_what_the_weight_lane_keeps(kind, mode):
     stack = LM(jax.random.key(0), config.model).stack
     positions_BL = jnp.broadcast_to(jnp.arange(256), (2, 256))
 
-    def unit(params, x_BLD, layer):
-        return stack.run_unit(params, x_BLD, Context(positions_BL), layer, prevent_cse=False)
+    def unit(params, x, layer):
+        return stack.run_unit(params, x, Context(positions_BL), layer, prevent_cse=False)
 
-    x_BLD = jnp.zeros((2, 256, 64), jnp.bfloat16)
+    x = {"target": jnp.zeros((2, 256, 64), jnp.bfloat16)}
     params = jax.tree.map(lambda a: a.astype(jnp.bfloat16), read(stack.groups[0], 0))
-    split = SplitVjp(unit, params, x_BLD, jnp.int32(0))
+    split = SplitVjp(unit, params, x, jnp.int32(0))
     kept = sum(math.prod(a.shape) * a.dtype.itemsize for a in split.deferred)
     work = workload(config, 1)
     assert unit_deferred(work, work.units[0]) == pytest.approx(kept, rel=RESIDUALS)

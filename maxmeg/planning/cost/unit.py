@@ -5,7 +5,7 @@ import functools
 
 from maxmeg.layers.mixer import MixerSpec, Widths
 from maxmeg.layers.residual import ResidualSpec
-from maxmeg.layers.streams import Side
+from maxmeg.layers.stream import Side
 from maxmeg.planning.cost.flops import mixer_products
 
 
@@ -35,7 +35,7 @@ class Unit:
             tuple(self._widths(mixer, one.side) for mixer in one.mixers) for one in self.specs
         )
 
-    def _widths(self, mixer: MixerSpec, side: Side | None) -> Widths:
+    def _widths(self, mixer: MixerSpec, side: Side) -> Widths:
         """For each token of its side, also where the other side's are projected."""
         widths = mixer.widths(self.tensor)
         if not mixer.reads_memory:
@@ -109,7 +109,7 @@ class Unit:
         ]
         return tuple([width for one in self.widths for width in one.gathered] + streams)
 
-    def _memory(self, side: Side | None) -> float:
+    def _memory(self, side: Side) -> float:
         """Number of the other side's tokens for each of this side."""
         return 1 / self.ratio if side == "source" else self.ratio
 

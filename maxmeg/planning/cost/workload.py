@@ -253,16 +253,15 @@ class Workload:
 
     @property
     def carried_bytes(self) -> int:
-        """`hidden_bytes` between units: of an encoder-decoder those of both sides, with the rows of
-        its tables of relative biases."""
+        """`hidden_bytes` between units: of an encoder-decoder those of both sides, with its tables
+        of relative biases."""
         if not (source := self.source_tokens):
             return self.hidden_bytes
         model, tensor = self.config.model, self.axes["tensor"]
         target = self.samples * self.config.data.sequence_length // self.axes["context"]
-        width, relative = model.hidden_size, model.position is Position.relative
-        numbers = 2 * relative * model.relative.buckets * model.attention.num_heads // tensor
-        rows = self.samples * -(-numbers // width)
-        return self.itemsize * width * ((source + target) // tensor + rows)
+        is_relative = model.position is Position.relative
+        biases = 2 * is_relative * model.relative.buckets * model.attention.num_heads // tensor
+        return self.itemsize * model.hidden_size * (source + target) // tensor + 4 * biases
 
     @property
     def unkept(self) -> frozenset[str]:

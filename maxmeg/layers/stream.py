@@ -1,9 +1,15 @@
-"""The residual stream of an encoder-decoder, and its norm between both.
+"""The residual stream: arrays by name, which every layer reads and returns.
 
-x [B, S + L + R, D] holds, on every device, rows of the source, then rows of the target, then R rows
-with the tables of relative biases of the device's heads. A sublayer reads and replaces the rows of
-one side, so that a pipeline carries all of them from stage to stage; gradients of the tables, which
-all layers of a side share, come back with those of the stream.
+"target" [B, L, D] holds the tokens that the model predicts. An encoder-decoder also has "source"
+[B, S, D], the tokens of its encoder, and with relative positions "tables" [2, N, H], their biases
+for the device's heads, float32 so that the gradients of all layers are summed in it.
+
+To add an array, `LM.embed_tokens` returns it under a new name, as a partial sum over pipe, and
+layers read it from their input. It goes through all layers and pipeline stages, and its gradients
+return the same way; it must be floating. A layer that writes it returns it with a new value of the
+same shape and dtype. For backward, each unit stores the arrays that it reads: where a layer reads
+one slice of a large array, `Stack.run_unit` has to cut it before jax.checkpoint. `LM.reads` names
+the arrays that the head reads: the last stage sends only these to all stages.
 """
 
 import dataclasses
@@ -19,26 +25,9 @@ from maxmeg.layers.mixer import Mixer, MixerSpec, Widths
 from maxmeg.layers.norm import Norm, NormSpec
 from maxmeg.ops.random import normal, split
 from maxmeg.parallel import collectives
-from maxmeg.parallel.mesh import TENSOR_AXES
 
 Side = typing.Literal["source", "target"]
-
-
-class Streams(typing.NamedTuple):
-    """The parts of x along its rows."""
-
-    source: jax.Array
-    target: jax.Array
-    tables: jax.Array
-
-    @classmethod
-    def of(cls, x_BLD: Float[Array, "B L D"], ctx: Context) -> "Streams":
-        assert ctx.source is not None
-        ends = source_context(ctx).sequence.length, ctx.sequence.length
-        return cls(*jnp.split(x_BLD, [ends[0], sum(ends)], axis=1))
-
-    def joined(self) -> Float[Array, "B L D"]:
-        return jnp.concatenate(self, axis=1)
+Stream = dict[str, jax.Array]
 
 
 def source_context(ctx: Context) -> Context:
@@ -48,19 +37,16 @@ def source_context(ctx: Context) -> Context:
     return dataclasses.replace(ctx, **own, rotations=None, token_types_BL=None, source=None)
 
 
-def side_context(streams: Streams, ctx: Context, side: Side, spec: MixerSpec) -> Context:
+def side_context(x: Stream, ctx: Context, side: Side, spec: MixerSpec) -> Context:
     """What a mixer of one side reads beside its rows."""
     if spec.reads_memory:
         is_target = side == "target"
-        memory_BLD = streams.source if is_target else streams.target
+        memory_BLD = x["source" if is_target else "target"]
         memory_BMD = collectives.gather_sequence(memory_BLD, ctx.sequence_sharded)
         memory = memory_BMD, source_context(ctx) if is_target else ctx
         ctx = dataclasses.replace(ctx, memory=memory)
-    if shape := spec.bias_shape:
-        number, heads = int(side == "target"), shape[1] // collectives.axis_size(TENSOR_AXES)
-        # The samples' tables are equal: the first one's get the gradients of all samples.
-        numbers = streams.tables[0].ravel()[: 2 * shape[0] * heads]
-        ctx = dataclasses.replace(ctx, bias_NH=numbers.reshape(2, shape[0], heads)[number])
+    if spec.bias_shape:
+        ctx = dataclasses.replace(ctx, bias_NH=x["tables"][int(side == "target")])
     return source_context(ctx) if side == "source" else ctx
 
 
@@ -79,14 +65,10 @@ class RelativeTables(nnx.Module):
         self.source = RelativeTable(source_key, shape, std)
         self.target = RelativeTable(target_key, shape, std)
 
-    def rows(self, x_BLD: Float[Array, "B L D"]) -> Float[Array, "B R D"]:
-        """The tables of the device's heads, in each sample; partial sums over pipe."""
-        B, _, D = x_BLD.shape
-        tables = (self.source, self.target)
-        numbers = jnp.concatenate([table.table[...].ravel() for table in tables])
-        numbers = jnp.pad(numbers, (0, -numbers.size % D)).reshape(1, -1, D).astype(x_BLD.dtype)
-        rows_BRD = jnp.broadcast_to(numbers, (B, *numbers.shape[1:]))
-        return collectives.counted_once(rows_BRD, (collectives.PIPE_AXIS,))
+    def __call__(self) -> Float[Array, "2 N H"]:
+        """Source and target, float32; partial sums over pipe."""
+        tables = jnp.stack([self.source.table[...], self.target.table[...]]).astype(jnp.float32)
+        return collectives.counted_once(tables, (collectives.PIPE_AXIS,))
 
 
 @dataclasses.dataclass(frozen=True)
