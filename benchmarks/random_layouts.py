@@ -190,7 +190,11 @@ class Draw:
         return model
 
     def draw_recipe(self) -> None:
-        recipe = self.one_of([QuantizationRecipe.none, *RECIPES])
+        mesh, recipes = self.mesh, RECIPES
+        shards = mesh["tensor"] * mesh["fsdp"] * (mesh["data"] if mesh["zero1"] else 1)
+        if shards > 2:  # blocks are whole on every device, and matrices small here
+            recipes = [recipe for recipe in RECIPES if recipe.value not in BLOCKS]
+        recipe = self.one_of(recipes)
         self.train["quantization"] = QuantizationConfig(recipe)
         if block := BLOCKS.get(recipe.value):
             width = 2 * max(block, 32)
