@@ -55,7 +55,9 @@ SIZES = itertools.product((1, 2, 4), *[(1, 2, 4, 8)] * 2, (1, 2, 4), (1, 2, 4), 
 MESHES = [dict(zip(AXES, sizes, strict=True)) for sizes in SIZES if math.prod(sizes) == 8]
 BOTH = (False, True)
 RECIPES = [recipe for recipe in QuantizationRecipe if not recipe.value.startswith("qat")]
-BLOCKS = {"blockwise": 128, "mxfp8": 32, "nvfp4": 16, "mxfp4": 32}  # widths must be multiples
+# Of weights, whole on every device: widths are multiples of them.
+BLOCKS = {"blockwise": 128, "mxfp8": 32, "nvfp4": 16, "mxfp4": 32}
+COARSE = 0.7  # as FLIPPED, with 4-bit codes, whose blocks and scales are of a device's tokens
 TRAIN = {"z_loss": (0.0, 1e-3), "label_smoothing": (0.0, 0.1)}
 TRAIN |= {"loss_backend": (LossBackend.xla, LossBackend.tiled)}
 GENERAL = {
@@ -190,14 +192,11 @@ class Draw:
         return model
 
     def draw_recipe(self) -> None:
-        mesh, recipes = self.mesh, RECIPES
-        shards = mesh["tensor"] * mesh["fsdp"] * (mesh["data"] if mesh["zero1"] else 1)
-        if shards > 2:  # blocks are whole on every device, and matrices small here
-            recipes = [recipe for recipe in RECIPES if recipe.value not in BLOCKS]
-        recipe = self.one_of(recipes)
+        shards = 8 // self.mesh["pipe"]
+        widths = {name: max(64, block * shards) for name, block in BLOCKS.items()}
+        recipe = self.one_of([r for r in RECIPES if widths.get(r.value, 0) <= 256])
         self.train["quantization"] = QuantizationConfig(recipe)
-        if block := BLOCKS.get(recipe.value):
-            width = 2 * max(block, 32)
+        if width := widths.get(recipe.value):
             self.model |= {"hidden_size": width, "mlp.ffn_size": 2 * width}
             sizes = {"moe.ffn_size": width, "moe.shared_ffn_size": width, "moe.latent_size": 0}
             sizes |= {"mla.kv_rank": width, "mla.query_rank": width}
@@ -249,7 +248,7 @@ def check(draw: Draw) -> None:
         model_gradients(c, **extra) for c in (layout, alone)
     )
     is_exact = alone.train.quantization.recipe is QuantizationRecipe.none
-    same_loss, same = (TOLERANCE, TOLERANCE) if is_exact else (SAME_LOSS, FLIPPED)
+    same_loss, same = (TOLERANCE, TOLERANCE) if is_exact else (10 * SAME_LOSS, FLIPPED)
     assert_equal_but_rounding(
         ({}, gradients), ({}, wanted), same, FLOOR, 0 if is_exact else FLIPPED
     )
