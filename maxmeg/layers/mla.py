@@ -27,7 +27,13 @@ from maxmeg.layers.qk_clip import LARGEST, scale_heads
 from maxmeg.ops.broadcast import broadcast
 from maxmeg.ops.random import split
 from maxmeg.ops.rope import rotate
-from maxmeg.parallel.collectives import axis_size, gather_sequence, stored, unshard_parameter
+from maxmeg.parallel.collectives import (
+    axis_size,
+    gather_sequence,
+    stored,
+    unshard_parameter,
+    whole,
+)
 from maxmeg.parallel.mesh import CONTEXT_AXES
 from maxmeg.parallel.rules import is_variable
 
@@ -102,15 +108,17 @@ class FromLatents(Expand):
         return jnp.concatenate((k_BMHK, k_rotary), axis=-1), v_BMI.reshape(*heads, -1)
 
     def of_heads(self, linears, number, count: int):
-        """The columns of these heads."""
+        """The columns of these heads, of weights that are gathered before: where fsdp shards them
+        over context, each device needs other heads."""
 
         def columns(variable):
-            value, axes = variable.get_value(), variable.get_metadata()["axes"]
+            axes = variable.get_metadata()["axes"]
             if "heads" not in axes:
                 return variable
-            dim = axes.index("heads")
+            value, dim = unshard_parameter(variable), axes.index("heads")
             size = value.shape[dim] // count
-            return variable.replace(lax.dynamic_slice_in_dim(value, number * size, size, dim))
+            heads = lax.dynamic_slice_in_dim(value, number * size, size, dim)
+            return whole(variable.replace(heads))
 
         return jax.tree.map(columns, linears, is_leaf=is_variable)
 
