@@ -23,7 +23,7 @@ from maxmeg.data.build import (
     samples_asked,
 )
 from maxmeg.data.loader import eval_batches
-from maxmeg.data.samples.gpt import SPLITS
+from maxmeg.data.samples.dataset import SPLITS
 from maxmeg.eval_step import make_eval_step
 from maxmeg.evals.harness import run_tasks
 from maxmeg.evals.perplexity import accuracy_lines, mean_loss

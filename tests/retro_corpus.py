@@ -6,7 +6,7 @@ import numpy as np
 
 from maxmeg.config.data import DataConfig, DataOrder, Objective
 from maxmeg.data.corpus.indexed import IndexedDataset, IndexedWriter
-from maxmeg.data.samples.gpt import SPLITS
+from maxmeg.data.samples.dataset import SPLITS
 from maxmeg.data.samples.retro import folder_of, split_chunks
 from maxmeg.data.tokenizers.load import load_tokenizer
 from maxmeg.retrieval.neighbours import Encoder, prepare

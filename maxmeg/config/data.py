@@ -25,6 +25,7 @@ class Builtin(enum.Enum):
 class Objective(enum.Enum):
     gpt = "gpt"
     sft = "sft"
+    preferences = "preferences"
     masked = "masked"
     classify = "classify"
     tag = "tag"
@@ -34,6 +35,12 @@ class Objective(enum.Enum):
     ict = "ict"
     retrieve = "retrieve"
     retro = "retro"
+    image_text = "image_text"
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether models can be trained with it; the data of the others can be inspected."""
+        return self not in (Objective.preferences, Objective.image_text)
 
     @property
     def is_labelled(self) -> bool:
@@ -156,7 +163,10 @@ class DataConfig(Section):
         "was taken from, in the files of masked | retrieve: the text that answers a query, in "
         ".jsonl files (a row: {query, text, negatives: [text, ...]}; a text: a string or {title, "
         "text}); ict and retrieve train biencoders, with model.attention.causal=false | retro: the "
-        "next token, with the neighbours of the text's chunks (maxmeg neighbours)",
+        "next token, with the neighbours of the text's chunks (maxmeg neighbours) | preferences: "
+        "two answers to a prompt, in files as for sft (a row: {prompt, chosen, rejected}) | "
+        "image_text: texts with an image each (maxmeg preprocess image-text); these two are not "
+        "trained yet, `maxmeg preprocess inspect --config` shows what a run would read",
         "--sft",
     )
     sentence_pairs: bool = setting(
@@ -226,17 +236,17 @@ class DataConfig(Section):
     )
     chat_template: str = setting(
         "",
-        "Jinja file for sft; empty: the tokenizer's",
+        "Jinja file for sft and preferences; empty: the tokenizer's",
         "--sft-tokenizer-prompt-format",
-        needs="objective=sft",
+        needs="objective=sft|preferences",
     )
     too_long: TooLong = setting(
         TooLong.drop,
-        "what happens to chats of more than sequence_length + 1 tokens, pairs of seq2seq with a "
-        "text that is too long, and labelled texts of more than sequence_length: drop (an error in "
-        "labelled validation sets) | truncate (of a labelled pair the longer text). Their number "
-        "is reported. ict and retrieve always truncate",
-        needs="objective=sft|seq2seq|classify|tag|choose",
+        "what happens to chats and answers of more than sequence_length + 1 tokens, pairs of "
+        "seq2seq with a text that is too long, and labelled texts of more than sequence_length: "
+        "drop (an error in labelled validation sets) | truncate (of a labelled pair the longer "
+        "text). Their number is reported. ict and retrieve always truncate",
+        needs="objective=sft|preferences|seq2seq|classify|tag|choose",
     )
     packing: Packing = setting(
         Packing.none,
@@ -294,6 +304,23 @@ class DataConfig(Section):
         "tokens of a neighbour: a chunk and the text that follows it in its document",
         at_least=1,
         needs="objective=retro",
+    )
+    image_size: tuple[int, ...] = setting(
+        (336, 336),
+        "height,width that images are scaled to, pixels",
+        "--img-h, --img-w",
+        needs="objective=image_text",
+    )
+    tokens_per_image: int = setting(
+        576,
+        "tokens of a text that stand for its image; the rest of sequence_length is for text",
+        at_least=1,
+        needs="objective=image_text",
+    )
+    image_token: str = setting(
+        "<image>",
+        "the token in texts that an image replaces; a text without one begins with its image",
+        needs="objective=image_text",
     )
     tokenizer: str = setting(
         "bytes",

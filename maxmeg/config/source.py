@@ -141,7 +141,8 @@ def objective_problems(config: Config) -> Iterator[str]:
     reads = has_source, config.model.has_neighbours
     is_biencoder = config.model.head.biencoder is Biencoder.separate  # retrieval.problems checks it
     if not is_biencoder and (data.has_source, data.objective.has_neighbours) != reads:
-        able = ", ".join(o.value for o in Objective if (o.has_source, o.has_neighbours) == reads)
+        trained = [o for o in Objective if o.is_trained]
+        able = ", ".join(o.value for o in trained if (o.has_source, o.has_neighbours) == reads)
         what = "an encoder-decoder" if has_source else "a model without an encoder and cross"
         what = "RETRO" if config.model.has_neighbours else what
         yield (

@@ -7,9 +7,9 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from maxmeg.config import retrieval, source
+from maxmeg.config import data_rules, retrieval, source
 from maxmeg.config.context import DELTA, KINDS, context_problems
-from maxmeg.config.data import Builtin, DataConfig, DataOrder, Objective, Packing
+from maxmeg.config.data import DataOrder, Objective, Packing
 from maxmeg.config.labelled import Scored
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.model_rules import (
@@ -97,10 +97,12 @@ def batch_unit(config: Config, sizes: dict[str, int]) -> int:
     return shards * max(config.train.micro_batch_size, 1) * rounds
 
 
-def setting_problems(config: Config, training: bool = True) -> Iterator[str]:
+def setting_problems(
+    config: Config, training: bool = True, computing: bool = True
+) -> Iterator[str]:
     """Yield the broken rules that hold on any number of devices.
 
-    training: also the rules for models that are trained.
+    training: also the rules for models that are trained; computing: for models that are run at all.
     """
     if not config.run_dir:
         yield "run_dir is empty: name the folder of the run, --run_dir=runs/NAME"
@@ -115,12 +117,13 @@ def setting_problems(config: Config, training: bool = True) -> Iterator[str]:
     if not has_pattern(config.model):
         return
     yield from data_problems(config)
-    yield from objective_problems(config.data)
+    yield from data_rules.objective_problems(config.data)
+    yield from data_rules.untrained_problems(config.data) if computing else ()
     yield from bidirectional_problems(config)
     yield from labelled_problems(config)
     yield from retrieval.problems(config)
     yield from source.objective_problems(config)
-    yield from fim_problems(config.data)
+    yield from data_rules.fim_problems(config.data)
     yield from optim_problems(config)
     yield from lora_problems(config)
     yield from upcycling_problems(config)
@@ -136,14 +139,20 @@ def check_settings(config: Config) -> None:
         raise ValueError("\n".join(problems))
 
 
-def validate(config: Config, num_devices: int, platform: str = "", training: bool = True) -> None:
+def validate(
+    config: Config,
+    num_devices: int,
+    platform: str = "",
+    training: bool = True,
+    computing: bool = True,
+) -> None:
     """Raise a ValueError that lists every broken rule with its values and the remedy.
 
-    training: also the rules for models that are trained.
+    training: also the rules for models that are trained; computing: for models that are run at all.
     """
     check_bounds(config)
     sizes = axis_sizes(config.parallel, num_devices, platform)
-    problems = list(setting_problems(config, training))
+    problems = list(setting_problems(config, training, computing))
     if has_pattern(config.model):
         problems += layout_problems(config, sizes)
     if problems:
@@ -286,47 +295,11 @@ def data_problems(config: Config):
         yield f"seed={config.seed} must lie in [0, 2^32) with data.order=megatron"
 
 
-def objective_problems(data: DataConfig):
-    is_sft, name = data.objective is Objective.sft, data.objective.value
-    sentences = (Objective.masked, Objective.span_corruption, Objective.ict)
-    is_masked = data.objective in sentences
-    is_pairs = data.objective in (Objective.seq2seq, Objective.retro)
-    is_packed = data.packing is not Packing.none
-    is_labelled = data.objective.is_labelled or data.objective is Objective.retrieve
-    is_whole = is_sft or is_masked or is_packed or is_pairs or is_labelled
-    if is_sft and data.blend:
-        yield "data.blend is for .bin/.idx files: name chats by data.paths with data.objective=sft"
-    if is_sft and not (data.paths or data.train_paths):
-        yield "data.objective=sft needs chats: set data.paths=FILE.jsonl"
-    if (is_masked or is_pairs) and is_packed:
-        yield f"data.packing={data.packing.value} is not for data.objective={name}: leave it out"
-    if is_masked and data.order is not DataOrder.megatron:
-        yield f"data.order={data.order.value} is not for data.objective={name}: set order=megatron"
-    if is_masked and not (data.names_corpus or data.builtin is Builtin.sentences):
-        source = "of `maxmeg preprocess --split_sentences`, or data.builtin=sentences"
-        yield f"data.objective={name} needs a corpus of sentences: set data.paths=PREFIX {source}"
-    if data.objective is Objective.seq2seq and (data.blend or not (data.paths or data.train_paths)):
-        yield "data.objective=seq2seq needs aligned corpora: set data.paths=SOURCE,TARGET"
-    if data.blend_changes and is_whole:
-        yield (
-            "data.blend_changes is for blends of .bin/.idx files with data.objective=gpt and "
-            "packing=none: leave it out"
-        )
-    if data.mock and (is_whole or data.blend_changes):
-        yield "data.mock=True is for data.objective=gpt, without packing and blend_changes"
-    for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
-        if is_whole and getattr(data, name):
-            yield (
-                f"data.{name}=True is for samples that are cut through documents (data.objective="
-                "gpt, packing=none); all others keep documents apart: leave it out"
-            )
-
-
 def bidirectional_problems(config: Config):
     """Rules between the objective and the causal mask."""
     objective, causal = config.data.objective, config.model.attention.causal
     if not objective.takes(causal):
-        able = ", ".join(o.value for o in Objective if o.takes(causal))
+        able = ", ".join(o.value for o in Objective if o.takes(causal) and o.is_trained)
         yield (
             f"data.objective={objective.value} cannot train a model with model.attention.causal="
             f"{str(causal).lower()}, which serves {able}: choose one of these, or set "
@@ -400,20 +373,6 @@ def labelled_problems(config: Config):
         yield (
             f"log.sample_prompt={config.log.sample_prompt!r}: a classifier does not continue text: "
             'set log.sample_prompt=""'
-        )
-
-
-def fim_problems(data: DataConfig):
-    if data.fim_rate and len(data.fim_tokens) != 4:
-        yield (
-            f"data.fim_rate={data.fim_rate} needs data.fim_tokens, not {data.fim_tokens}: name "
-            "prefix, middle, suffix and padding, as <fim_prefix>,<fim_middle>,<fim_suffix>,"
-            "<fim_pad>"
-        )
-    if data.fim_rate and (data.objective is not Objective.gpt or data.packing is not Packing.none):
-        yield (
-            f"data.fim_rate={data.fim_rate} is for samples that are cut through documents "
-            "(data.objective=gpt, packing=none): leave it out"
         )
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from maxmeg.data.chat.turns import MAX_ERRORS, BadRow, bad_rows_error, read_object
 from maxmeg.data.corpus.indexed import IndexedWriter
+from maxmeg.data.corpus.vocabulary import write_vocabulary
 from maxmeg.data.prepare import documents
 from maxmeg.data.prepare.documents import Record, check_unicode, find_inputs, kind_of, read_records
 from maxmeg.data.prepare_command import Parser
@@ -120,5 +121,6 @@ def run(arguments: Sequence[str]) -> int:
         not flags.unchecked,
     )  # fmt: skip
     count = write_pairs(flags.input, flags.output, pairs)
+    write_vocabulary(flags.output, tokenizer.identity)
     print(f"wrote {count:,} pairs to {flags.output}.bin and .idx", file=sys.stderr)
     return 0

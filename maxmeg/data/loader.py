@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from maxmeg.data import workers
-from maxmeg.data.samples.gpt import Batch, Dataset
+from maxmeg.data.samples.dataset import Dataset
+from maxmeg.data.samples.sampling import Batch
 
 if TYPE_CHECKING:
     from maxmeg.config.schema import Config

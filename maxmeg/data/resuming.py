@@ -1,26 +1,17 @@
 """The order of training samples across a resume: record it, continue it, and compare two orders.
 
-A record holds the plain JSON values that decide the order of one member of a blend (or of the
-dataset itself), and the number of its samples that were read.
+Datasets record and compare themselves (`samples/dataset.py`). Here are the orders of samples that
+are cut from corpora: one record for each member of a blend.
 """
 
-import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from maxmeg.data.corpus.indexed import IndexedDataset
-from maxmeg.data.labelled.dataset import LabelledDataset
-from maxmeg.data.masked.sentences import SentenceDataset
-from maxmeg.data.retrieval.pairs import PairDataset
-from maxmeg.data.samples.aligned import AlignedDataset
-from maxmeg.data.samples.blending import Blend
-from maxmeg.data.samples.gpt import GptDataset, identify
+from maxmeg.data.samples.dataset import Difference, Record, RecordedDataset, bound, identify
 from maxmeg.data.samples.megatron_order import MegatronOrder, continued, make_samples
-from maxmeg.data.samples.packing import PackedDataset
-from maxmeg.data.samples.retro import RetroDataset
 from maxmeg.data.samples.sampling import GptSamples, Samples, split_range
 
 logger = logging.getLogger("maxmeg")
@@ -40,26 +31,11 @@ _NAMES = {
     "num_samples": "train.num_steps, beyond whole epochs of sentences",
 }
 
-Record = dict[str, Any]
-Unpacked = SentenceDataset | AlignedDataset | LabelledDataset | PairDataset | RetroDataset
-Recorded = GptDataset | PackedDataset | Unpacked
-
 
 def record_order(dataset: object, consumed: int) -> list[Record]:
-    """The records of all members that contribute to the first `consumed` samples."""
-    return [record for record, _ in _members(dataset, consumed)]
-
-
-def _members(dataset: object, consumed: int) -> Iterator[tuple[Record, Recorded]]:
-    members, counts = [dataset], [consumed]
-    if isinstance(dataset, Blend):
-        members, counts = dataset.members, dataset.samples_before(consumed)
-    for member, count in zip(members, counts, strict=True):
-        if count and isinstance(member, Recorded):
-            record = {**member.description, "samples": int(count)}
-            if "parts" in record:  # parts that have not begun may change
-                record["parts"] = [part for part in record["parts"] if part[0] < count]
-            yield record, member
+    """The records of all members that contribute to the first `consumed` samples; none of datasets
+    made in Python."""
+    return dataset.record(consumed) if isinstance(dataset, RecordedDataset) else []
 
 
 def kept_parts(
@@ -91,43 +67,25 @@ def kept_parts(
     return ()
 
 
-@dataclasses.dataclass(frozen=True)
-class Difference:
-    """The tokens that a change of order repeats, and the tokens that it leaves out.
-
-    is_exact: every token was counted; otherwise tokens were sampled evenly from a large corpus.
-    is_bound: the numbers are upper bounds, because data that was read before is missing now.
-    """
-
-    repeated: int
-    left_out: int
-    is_exact: bool = True
-    is_bound: bool = False
-
-
-def compare(saved: Sequence[Record], dataset: object, consumed: int) -> Difference:
+def compare(saved: Sequence[Record], dataset: RecordedDataset, consumed: int) -> Difference:
     """Compare the first `consumed` samples of `dataset` with the samples that were read before.
 
     saved: the records of the samples that were read. The run continues with sample `consumed`.
     """
-    after_resume = list(_members(dataset, consumed))
-    if sorted(map(repr, saved)) == sorted(repr(record) for record, _ in after_resume):
+    if sorted(map(repr, saved)) == sorted(map(repr, dataset.record(consumed))):
         return Difference(0, 0)
-    all_members = dataset.members if isinstance(dataset, Blend) else [dataset]
-    if isinstance(all_members[0], Unpacked):
-        return _bound(saved, [record for record, _ in after_resume])
-    if isinstance(all_members[0], PackedDataset):
-        return _compare_packed(saved, all_members[0], consumed)
-    corpora = {}
-    for member in all_members:
-        assert isinstance(member, GptDataset)
-        for identity, corpus in zip(member.description["corpora"], member.corpora, strict=True):
-            corpora[tuple(identity[:3])] = corpus
-    after = [
-        (record, member.samples)
-        for record, member in after_resume
-        if isinstance(member, GptDataset)
-    ]
+    return dataset.compare(saved, consumed)
+
+
+def compare_orders(
+    saved: Sequence[Record],
+    corpora: Mapping[tuple[int, ...], IndexedDataset],
+    after: Sequence[tuple[Record, Samples]],
+) -> Difference:
+    """Compare records of samples that were cut from corpora with the samples that count as read.
+
+    corpora: by their sequences, tokens and CRC-32. after: records, and the samples of each.
+    """
     before = []
     for record in saved:
         keys = [tuple(identity[:3]) for identity in record.get("corpora", [])]
@@ -135,7 +93,7 @@ def compare(saved: Sequence[Record], dataset: object, consumed: int) -> Differen
         if known and len(known) == len(keys):
             before.append((record, _rebuild(record, known)))
         elif known or not keys:  # the lengths of missing documents are unknown
-            return _bound(saved, [record for record, _ in after_resume])
+            return bound(saved, [record for record, _ in after])
     repeated, left_out, is_exact = 0.0, 0.0, True
     for key, corpus in corpora.items():
         _, num_tokens, _ = key
@@ -182,26 +140,7 @@ def _times_read(
     return times
 
 
-def _compare_packed(saved: Sequence[Record], now: PackedDataset, consumed: int) -> Difference:
-    description = now.description
-    if len(saved) != 1 or saved[0].get("documents") != description["documents"]:
-        return _bound(saved, [{**description, "samples": consumed}])
-    (record,) = saved
-    then = now.packed_as(record["packing"], record["sequence_length"], record["seed"])
-    surplus = then.times_read(record["samples"]) - now.times_read(consumed)
-    tokens = surplus * (np.asarray(now.source.lengths, np.int64) - 1)
-    return Difference(int(tokens.clip(min=0).sum()), int(-tokens.clip(max=0).sum()))
-
-
-def _bound(saved: Sequence[Record], now: Sequence[Record]) -> Difference:
-    repeated, left_out = (
-        sum(record["samples"] * record["sequence_length"] for record in records)
-        for records in (saved, now)
-    )
-    return Difference(repeated, left_out, is_bound=True)
-
-
-def warn_of_order(saved: Sequence[Record] | None, dataset: object, consumed: int) -> None:
+def warn_of_order(saved: Sequence[Record] | None, dataset: RecordedDataset, consumed: int) -> None:
     """Log a warning if the first `consumed` samples of `dataset` are not the samples that were
     read.
 

@@ -8,7 +8,8 @@ from maxmeg.config.data import Objective
 from maxmeg.config.schema import Config
 from maxmeg.config.source import has_prompt
 from maxmeg.data.samples.blending import Blend
-from maxmeg.data.samples.gpt import Dataset, GptDataset
+from maxmeg.data.samples.dataset import Dataset
+from maxmeg.data.samples.gpt import GptDataset
 from maxmeg.data.source import Corpora, Source
 from maxmeg.data.tokenizers.tokenizer import Tokenizer
 

@@ -14,7 +14,7 @@ from maxmeg.data.build import (
 )
 from maxmeg.data.inspect.composition import print_data
 from maxmeg.data.resuming import warn_of_order
-from maxmeg.data.samples.gpt import Dataset
+from maxmeg.data.samples.dataset import Dataset, RecordedDataset
 from maxmeg.data.samples.sampling import check_epochs
 from maxmeg.data.tokenizers.tokenizer import Tokenizer
 from maxmeg.optim.schedules import Schedules
@@ -64,7 +64,7 @@ class Corpora:
         asked = [samples_asked(config, split, schedules, saved or ()) for split in (0, 1)]
         where = (config.data, self._prefixes, self.tokenizer)
         train = build_dataset(*where, 0, *common, asked[0], folder)
-        assert train is not None  # an empty training split is an error
+        assert isinstance(train, RecordedDataset)  # an empty training split is an error
         check_epochs(schedules.total_samples / train.samples_per_epoch, config.data.max_epochs)
         validation = build_validation(*where, *common, asked[1], folder)
         if multihost.is_primary():

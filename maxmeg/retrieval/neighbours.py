@@ -24,7 +24,7 @@ from maxmeg.data.build import cache_folder, open_corpus
 from maxmeg.data.corpus import remote
 from maxmeg.data.corpus.indexed import IndexedDataset
 from maxmeg.data.corpus.stored import digest, write_atomically
-from maxmeg.data.samples.gpt import SPLITS
+from maxmeg.data.samples.dataset import SPLITS
 from maxmeg.data.samples.retro import (
     DESCRIPTION,
     Chunks,

@@ -20,7 +20,7 @@ from maxmeg.data.inspect.composition import (
     uses_of,
     vocabulary_warnings,
 )
-from maxmeg.data.samples.gpt import Dataset
+from maxmeg.data.samples.dataset import Dataset
 from maxmeg.optim.schedules import Schedules
 
 LENGTH = 9

@@ -152,7 +152,7 @@ def test_more_than_a_blend_has_is_explained(three):
 
 def test_a_surplus_that_is_too_small_is_explained(three, monkeypatch):
     config = settings(three, ("1", "a", "1", "b"), split="1")
-    monkeypatch.setattr("maxmeg.data.build.member_sizes", lambda *_: ([100, 10], 200))
+    monkeypatch.setattr("maxmeg.data.samples.texts.member_sizes", lambda *_: ([100, 10], 200))
     with pytest.raises(ValueError, match=r"blend takes 100 samples of .*/b, .* only 44 .* raise"):
         opened(config, 0, 200)
 

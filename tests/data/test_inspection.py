@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maxmeg.data.corpus.indexed import IndexedWriter
-from maxmeg.data.inspect.composition import SplitUse, Use
+from maxmeg.data.inspect.composition import SplitUse
 from maxmeg.data.inspect.contents import bin_range, inspect, inspection_text, summarize_lengths
 from maxmeg.data.inspect.page import check_report, write_report
+from maxmeg.data.samples.dataset import Use
 from maxmeg.data.tokenizers.load import load_tokenizer
 
 BYTES = load_tokenizer("bytes")

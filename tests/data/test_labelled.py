@@ -10,6 +10,7 @@ from maxmeg.config.labelled import Format
 from maxmeg.data.labelled.dataset import open_labelled
 from maxmeg.data.labelled.files import read_examples
 from maxmeg.data.loader import eval_batches
+from maxmeg.data.opening import Opening
 from maxmeg.data.tokenizers.load import load_tokenizer
 
 CLASSIFY, TAG, CHOOSE = Objective.classify, Objective.tag, Objective.choose
@@ -125,8 +126,10 @@ def tokenizer(tmp_path_factory):
 def opened(tmp_path, tokenizer, rows: list[dict], index: int = 1, size: int = 0, **values):
     (tmp_path / "a.json").write_text(json.dumps(rows, indent=1))
     config = settings(**{"labels": ("no", "yes"), **values})
-    part = (",".join(str(int(i == index)) for i in range(3)), index)
-    return open_labelled(config, [str(tmp_path / "a.json")], part, tokenizer, 0, size)
+    split, num_ids = ",".join(str(int(i == index)) for i in range(3)), size or tokenizer.vocab_size
+    return open_labelled(
+        Opening(config, [str(tmp_path / "a.json")], split, index, tokenizer, num_ids)
+    )
 
 
 def test_rows(tmp_path, tokenizer):

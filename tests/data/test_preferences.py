@@ -6,8 +6,11 @@ import pickle
 import numpy as np
 import pytest
 
+from maxmeg.config.data import DataConfig, Objective
+from maxmeg.data.build import build_dataset
 from maxmeg.data.chat.answers import prepare
 from maxmeg.data.chat.preferences import PREFERENCES, Preferences
+from maxmeg.data.resuming import Difference, compare, record_order
 from maxmeg.data.tokenizers.load import load_tokenizer
 
 END, LENGTH = 256, 24
@@ -63,3 +66,23 @@ def test_preference_formats_are_read(tmp_path):
         small.batch(np.arange(len(ROWS)))
     again = pickle.loads(pickle.dumps(data)).batch(np.arange(len(ROWS)))
     assert all((again[name] == batch[name]).all() for name in batch)
+
+
+@pytest.mark.usefixtures("renders_here")
+def test_the_settings_of_a_run_open_preferences(tmp_path):
+    """Each epoch in another order, which checkpoints record."""
+    (tmp_path / "t.jinja").write_text(TEMPLATE)
+    rows = [{"prompt": f"{n}: ", "chosen": "yes", "rejected": "no"} for n in range(8)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = DataConfig(objective=Objective.preferences, sequence_length=LENGTH, split="3,1,0")
+    config.chat_template = str(tmp_path / "t.jinja")
+    place = config, [str(tmp_path / "pairs.jsonl")], load_tokenizer("bytes")
+    sets = [build_dataset(*place, n, 1, cache_dir=str(tmp_path / "cache")) for n in (0, 1, 2)]
+    train, validation, test = sets
+    assert (train.samples_per_epoch, validation.samples_per_epoch, test) == (6, 2, None)
+    firsts = train.batch(np.arange(12))["tokens"][::2, 0].reshape(2, 6)
+    assert firsts[0].tolist() != firsts[1].tolist() and set(firsts[0]) == set(map(ord, "012345"))
+    saved = record_order(train, 4)
+    assert compare(json.loads(json.dumps(saved)), train, 4) == Difference(0, 0)
+    other = build_dataset(*place, 0, 2, cache_dir=str(tmp_path / "cache"))
+    assert compare(saved, other, 4) == Difference(4 * LENGTH, 4 * LENGTH, is_bound=True)

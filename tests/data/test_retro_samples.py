@@ -12,7 +12,7 @@ from maxmeg.config.model import DType
 from maxmeg.config.retro import Neighbours
 from maxmeg.configs import retro
 from maxmeg.data.corpus.indexed import IndexedDataset
-from maxmeg.data.samples.gpt import SPLITS
+from maxmeg.data.samples.dataset import SPLITS
 from maxmeg.data.samples.retro import Chunks, RetroDataset, folder_of, split_chunks
 from maxmeg.retrieval import neighbours
 

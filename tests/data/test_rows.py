@@ -8,9 +8,9 @@ import pytest
 
 from maxmeg.config.data import DataConfig, Packing
 from maxmeg.data.build import build_dataset, open_corpus
-from maxmeg.data.corpus.indexed import IndexedWriter
+from maxmeg.data.corpus.indexed import IndexedDataset, IndexedWriter
 from maxmeg.data.samples.packing import PackedDataset
-from maxmeg.data.samples.rows import Part, StoredDocuments
+from maxmeg.data.samples.rows import StoredDocuments
 
 LENGTH = 8
 SIZES = [3, 0, 1, 8, 9, 10, 30, 2, 17, 5, 4, 4]
@@ -62,7 +62,7 @@ def test_a_document_of_several_sequences(tmp_path):
     with IndexedWriter(prefix, 100) as writer:
         writer.add_document(np.arange(7), [3, 4])
         writer.add_document(np.arange(20, 22), [1, 1])
-    actual = StoredDocuments(Part([prefix], "1,0,0", 0), 4)
+    actual = StoredDocuments([IndexedDataset(prefix)], "1,0,0", 0, 4)
     assert [actual.read(i)[0].tolist() for i in range(3)] == [[0, 1, 2, 3, 4], [4, 5, 6], [20, 21]]
     assert str(actual) == "3 pieces, 0 too short"
 
@@ -80,4 +80,4 @@ def test_ids_and_empty_splits(make_corpus):
     with IndexedWriter(data.paths[0] + "f", dtype="f4") as writer:
         writer.add_document(np.array([1.5, 2.5]))
     with pytest.raises(ValueError, match="holds float32, not token ids"):
-        StoredDocuments(Part([data.paths[0] + "f"], "1,0,0", 0), LENGTH)
+        StoredDocuments([IndexedDataset(data.paths[0] + "f")], "1,0,0", 0, LENGTH)

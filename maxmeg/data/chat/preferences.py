@@ -8,27 +8,32 @@ answers.
 
 import functools
 import itertools
+import logging
 import typing
 import zlib
 from collections.abc import Sequence
 
 import numpy as np
 
-from maxmeg.data.chat.answers import Kind
+from maxmeg.data.chat.answers import Kind, open_prepared
 from maxmeg.data.chat.conversation import normalized, shown
-from maxmeg.data.chat.sft import FittingRows
+from maxmeg.data.chat.sft import FittingRows, prepared, split_of
 from maxmeg.data.chat.turns import BadRow, Row, Turns, bad_rows, conversation, read_object
 from maxmeg.data.corpus.indexed import check_vocabulary
-from maxmeg.data.prepare.documents import Record
+from maxmeg.data.opening import Opening
+from maxmeg.data.prepare import documents
+from maxmeg.data.samples.dataset import EpochRows, Record
 from maxmeg.data.samples.packing import fill_rows
 from maxmeg.data.samples.sampling import Batch, EpochOrder
+from maxmeg.data.tokenizers.tokenizer import padding_of
 from maxmeg.data.workers import RebuiltInWorkers
 
+logger = logging.getLogger("maxmeg")
 SIDES = ("chosen", "rejected")
 _ROWS = 4  # key of the permutation; sampling and packing have other keys
 
 
-def read_side(side: str, record: Record) -> Row | Turns:
+def read_side(side: str, record: documents.Record) -> Row | Turns:
     """The prompt with one of the answers; only the answer has a loss."""
     row = read_object(record, *SIDES)
     prompt = row.get("messages") if row.get("prompt") is None else row["prompt"]
@@ -80,7 +85,7 @@ def _check_prompt(prompt: typing.Any, shared: list[typing.Any]) -> None:
 PREFERENCES = Kind("preferences", tuple(functools.partial(read_side, side) for side in SIDES))
 
 
-class Preferences(RebuiltInWorkers):
+class Preferences(EpochRows, RebuiltInWorkers):
     """Batches of pairs of one split (0 train, 1 validation, 2 test) of prepared folders.
 
     too_long: as in `FittingRows`. The pairs of the train split come in another order each epoch, a
@@ -100,23 +105,27 @@ class Preferences(RebuiltInWorkers):
     ) -> None:
         part = (folders, split, split_index, sequence_length, too_long)
         self._pairs = FittingRows(*part, num_texts=len(SIDES))
-        self.counts, self.samples_per_epoch = str(self._pairs), len(self._pairs.rows)
+        self.counts = str(self._pairs)
         self.num_tokens = int((self._pairs.lengths - 1).sum())
         self.sequence_length, self.vocab_size = sequence_length, vocab_size
-        self._pad, self._seed, self._shuffle = pad, seed, split_index == 0
-        if not self.samples_per_epoch:
+        self._pad, self._seed = pad, seed
+        if not len(self._pairs.rows):
             raise ValueError(
                 f"no pair of {', '.join(folders)} is left ({self.counts}) with split={split!r} and "
                 f"sequence_length={sequence_length}: raise sequence_length, choose "
                 "too_long=truncate or another split"
             )
-        self._order = EpochOrder(self.samples_per_epoch, seed, _ROWS, self._shuffle)
+        self._order = EpochOrder(len(self._pairs.rows), seed, _ROWS, shuffle=split_index == 0)
 
     @property
-    def identity(self) -> tuple:
-        """The plain values that decide which pair each sample number is."""
-        pairs = zlib.crc32(self._pairs.rows.astype("<i8").tobytes())
-        return "preferences", self._shuffle, self.sequence_length, self._seed, pairs
+    def description(self) -> Record:
+        lengths = self._pairs.lengths.astype("<i8")
+        return {
+            "order": "preferences",
+            "documents": [len(lengths), zlib.crc32(lengths.tobytes())],
+            "sequence_length": self.sequence_length,
+            "seed": self._seed,
+        }
 
     def batch(self, indices: np.ndarray) -> Batch:
         """The pairs with these numbers, any >= 0, as rows [2 * len(indices), sequence_length]: the
@@ -134,3 +143,14 @@ class Preferences(RebuiltInWorkers):
         batch = fill_rows(rows, self.sequence_length, self._pad)
         check_vocabulary(batch["tokens"], self.vocab_size, "the preferences")
         return batch
+
+
+def open_preferences(opening: Opening) -> Preferences | None:
+    """The pairs of a split of files; None where another split than training has none."""
+    folders, size = prepared(opening, PREFERENCES), opening.num_ids
+    if all(opening.may_skip(open_prepared(folder)[0].num_documents) for folder in folders):
+        return None
+    pad = padding_of(opening.tokenizer, size)
+    data = Preferences(folders, *split_of(opening), size, pad, opening.seed)
+    logger.info("%s pairs of answers: %s", opening.name, data.counts)
+    return data

@@ -6,10 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from maxmeg.data.chat.answers import Kind, open_prepared
+from maxmeg.data.chat.answers import Kind, open_prepared, prepare
+from maxmeg.data.chat.ends import log_ends
 from maxmeg.data.chat.turns import read_row
 from maxmeg.data.corpus.indexed import IndexedDataset
-from maxmeg.data.samples.packing import Document
+from maxmeg.data.opening import Opening
+from maxmeg.data.samples.packing import Document, PackedDataset
+from maxmeg.data.samples.rows import packed
 from maxmeg.data.samples.sampling import split_range
 from maxmeg.data.workers import RebuiltInWorkers
 
@@ -86,3 +89,46 @@ class Chats(FittingRows):
         """Tokens of text i, and which of them have a loss."""
         folder, row = self.rows[i].tolist()
         return self.read_text(folder, row, 0)
+
+
+def open_chats(opening: Opening) -> PackedDataset | None:
+    """The conversations of a split of files; None where another split than training has none.
+
+    ValueError for invalid chats, and for tokens for which the model has no row.
+    """
+    config, tokenizer = opening.config, opening.tokenizer
+    documents = Chats(prepared(opening, CHATS), *split_of(opening))
+    if opening.num_ids < tokenizer.vocab_size:
+        check_tokens(documents, opening)
+    if opening.index == 0:
+        log_ends(tokenizer, config)
+    sizes = [corpus.num_documents for corpus in documents.corpora]
+    return packed(opening, documents, sizes, ", set data.too_long=truncate,")
+
+
+def prepared(opening: Opening, kind: Kind) -> list[str]:
+    """The folders with the tokens of the files."""
+    rest = opening.tokenizer, opening.cache_dir, opening.config.chat_template
+    return [prepare(name, kind, *rest) for name in opening.names]
+
+
+def split_of(opening: Opening) -> tuple[str, int, int, str]:
+    """The arguments of `FittingRows` after the folders."""
+    config = opening.config
+    return opening.split, opening.index, config.sequence_length, config.too_long.value
+
+
+def check_tokens(rows: FittingRows, opening: Opening) -> None:
+    """ValueError for a conversation with a token for which the model has no row."""
+    vocab_size = opening.num_ids
+    for name, corpus in zip(opening.names, rows.corpora, strict=True):
+        (wrong,) = np.nonzero(corpus.tokens[: corpus.num_tokens] >= vocab_size)
+        if len(wrong):
+            token = int(corpus.tokens[wrong[0] : wrong[0] + 1][0])
+            conversation = corpus.document_of(corpus.sequence_at(int(wrong[0]))) + 1
+            raise ValueError(
+                f"{name}, conversation {conversation}: token {token} "
+                f"({opening.tokenizer.decode([token])!r}) is not in the model's vocabulary of "
+                f"{vocab_size}: leave this token out of the text or the chat template, or "
+                "raise model.vocab_size"
+            )

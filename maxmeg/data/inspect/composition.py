@@ -17,9 +17,7 @@ from maxmeg.data.build import (
     samples_asked,
     split_weights,
 )
-from maxmeg.data.corpus.indexed import IndexedDataset
-from maxmeg.data.samples.blending import Blend
-from maxmeg.data.samples.gpt import SPLITS, Dataset, GptDataset
+from maxmeg.data.samples.dataset import SPLITS, Dataset, RecordedDataset, Use
 from maxmeg.data.tokenizers.tokenizer import Tokenizer
 from maxmeg.optim.schedules import Schedules
 from maxmeg.parallel.sequence import balanced_chunks, chunk_areas, context_order, imbalance
@@ -28,17 +26,6 @@ logger = logging.getLogger("maxmeg")
 _FEW_DOCUMENTS = 20  # a split with fewer documents is reported
 _ROWS = 64  # rows for which the balance over context is reported
 _OFF = 2  # and a split whose share of the tokens differs from its weight by this factor
-
-
-@dataclasses.dataclass(frozen=True)
-class Use:
-    """What a run reads of a corpus or of a whole split. tokens: of one epoch."""
-
-    name: str
-    documents: int | None  # None: not counted
-    tokens: int
-    samples: float
-    epochs: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +39,7 @@ class SplitUse:
 def uses_of(config: Config) -> list[SplitUse]:
     """The splits of a run that have samples; ValueError for settings that a run would refuse."""
     config = copy.deepcopy(config)  # `resolve` changes it
-    validate(config, config.parallel.devices)
+    validate(config, config.parallel.devices, computing=False)
     tokenizer, prefixes = open_corpus(config.data, config.run_dir)
     resolve(config, tokenizer.vocab_size, tokenizer.required_size)
     schedules = Schedules(config)
@@ -166,38 +153,14 @@ def _split_uses(
 
 def _split_use(name: str, dataset: Dataset, samples: int) -> SplitUse:
     samples = samples or dataset.samples_per_epoch
-    members, shares = [dataset], [1.0]
-    if isinstance(dataset, Blend):
-        members = dataset.members
-        shares = [taken / dataset.num_samples for taken in dataset.samples_of_members()]
-    corpora = []
-    for member, share in zip(members, shares, strict=True):
-        if not isinstance(member, GptDataset):  # rows of whole documents or conversations
-            assert len(members) == 1, "only GPT data is blended"
-            epochs = samples / member.samples_per_epoch
-            return SplitUse(Use(name, None, member.num_tokens, samples, epochs), ())
-        for corpus, (begin, end) in zip(member.corpora, member.ranges, strict=True):
-            tokens = int(corpus.lengths[begin:end].sum(dtype=np.int64))
-            read = samples * share * tokens / max(member.num_tokens, 1)
-            corpora.append(
-                Use(
-                    corpus.prefix,
-                    _documents_within(corpus, begin, end),
-                    tokens,
-                    read,
-                    read * member.sequence_length / max(tokens, 1),
-                )
-            )
+    corpora = dataset.uses(samples) if isinstance(dataset, RecordedDataset) else []
+    if not corpora:  # rows of whole documents or conversations
+        epochs = samples / dataset.samples_per_epoch
+        return SplitUse(Use(name, None, dataset.num_tokens, samples, epochs), ())
     documents = sum(use.documents or 0 for use in corpora)
     tokens = sum(use.tokens for use in corpora)
     epochs = samples * dataset.sequence_length / tokens
     return SplitUse(Use(name, documents, tokens, samples, epochs), tuple(corpora))
-
-
-def _documents_within(corpus: IndexedDataset, begin: int, end: int) -> int:
-    """Documents that start in sequences [begin, end)."""
-    first, last = np.searchsorted(corpus.document_indices[:-1], [begin, end])
-    return int(last - first)
 
 
 def composition_text(uses: Sequence[SplitUse]) -> str:

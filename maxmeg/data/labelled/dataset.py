@@ -2,18 +2,16 @@
 
 import logging
 import zlib
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from maxmeg.config.data import DataConfig, Objective
+from maxmeg.config.data import Objective
 from maxmeg.data.corpus.indexed import check_vocabulary
 from maxmeg.data.labelled.files import read_examples
 from maxmeg.data.labelled.rows import Rows, encode_all
-from maxmeg.data.samples.gpt import SPLITS
-from maxmeg.data.samples.sampling import Batch, EpochOrder, EpochRows, empty_batch, split_range
-from maxmeg.data.tokenizers.tokenizer import Tokenizer
+from maxmeg.data.opening import Opening
+from maxmeg.data.samples.dataset import EpochRows, Record
+from maxmeg.data.samples.sampling import Batch, EpochOrder, empty_batch
 
 logger = logging.getLogger("maxmeg")
 _KEY = 4  # of the order of examples; sampling and packing have 0 to 3
@@ -45,8 +43,7 @@ class LabelledDataset(EpochRows):
         return len(self.rows.ids)
 
     @property
-    def description(self) -> dict[str, Any]:
-        """The plain JSON values that decide which example has which number."""
+    def description(self) -> Record:
         ids = np.ascontiguousarray(self.rows.ids, "<i4")
         return {
             "documents": [len(self.rows), zlib.crc32(ids.tobytes())],
@@ -84,35 +81,24 @@ class LabelledDataset(EpochRows):
         return batch
 
 
-def open_labelled(
-    config: DataConfig,
-    names: Sequence[str],
-    part: tuple[str, int],
-    tokenizer: Tokenizer,
-    seed: int,
-    vocab_size: int = 0,
-) -> LabelledDataset | None:
-    """The examples of a split of files; None where another split than training has none. part:
-    weights of the split, as data.split, and its number. vocab_size: number of valid ids; 0 means
-    the tokenizer's. ValueError as `read_examples` and `encode_all`, and for other ids."""
-    if not names:
-        return None
+def open_labelled(opening: Opening) -> LabelledDataset | None:
+    """The examples of a split of files; None where another split than training has none.
+    ValueError as `read_examples` and `encode_all`, and for ids beyond the vocabulary."""
+    config, files, is_training = opening.config, ", ".join(opening.names), opening.index == 0
     examples = []
-    for name in names:
+    for name in opening.names:
         rows = read_examples(config, name)
-        begin, end = split_range(*part, len(rows))
+        begin, end = opening.range(len(rows))
         examples += rows[begin:end]
-    index = part[1]
-    if not examples and index:
+    if not examples and not is_training:
         return None
     if not examples:
         raise ValueError(
-            f"data.split={part[0]!r} leaves no example of {', '.join(names)} for training: give it "
-            "more weight"
+            f"data.split={opening.split!r} leaves no example of {files} for training: give it more "
+            "weight"
         )
-    rows, said = encode_all(config, tokenizer, examples, may_drop=index == 0)
-    logger.info("%s examples of %s: %s", SPLITS[index], ", ".join(names), said)
-    choices = config.objective is Objective.choose
-    size = vocab_size or tokenizer.vocab_size
-    check_vocabulary(rows.ids, size, ", ".join(names))
-    return LabelledDataset(rows, config.sequence_length, size, choices, seed, index == 0)
+    rows, counts = encode_all(config, opening.tokenizer, examples, may_drop=is_training)
+    logger.info("%s examples of %s: %s", opening.name, files, counts)
+    choices, size = config.objective is Objective.choose, opening.num_ids
+    check_vocabulary(rows.ids, size, files)
+    return LabelledDataset(rows, config.sequence_length, size, choices, opening.seed, is_training)

@@ -12,8 +12,10 @@ from maxmeg.data.masked.sentences import (
     ONE_EPOCH,
     SentenceDataset,
     SentenceOrder,
+    order_of,
     sentence_samples,
 )
+from maxmeg.data.opening import Opening
 from maxmeg.data.samples.sampling import Batch, empty_batch
 
 WORDS = Masking()  # Megatron-LM's settings for BERT
@@ -120,3 +122,13 @@ def cut_ends(
         begin = int((is_here & from_front).sum())
         cut.append(tokens[begin : len(tokens) - int((is_here & ~from_front).sum())])
     return cut[0], cut[1]
+
+
+def open_masked(opening: Opening) -> BertDataset | None:
+    """The samples of a split of one corpus of sentences; None where it may be left out."""
+    if (corpus := opening.only_corpus()) is None:
+        return None
+    config, vocabulary = opening.config, Vocabulary.of(opening.tokenizer, opening.num_ids)
+    rest = {"order": order_of(opening), "has_pairs": config.sentence_pairs}
+    split = opening.split, opening.index
+    return BertDataset(corpus, *split, config.sequence_length, vocabulary, **rest)

@@ -9,13 +9,14 @@ computed once per node and memory-mapped.
 import bisect
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from maxmeg.data.corpus.indexed import IndexedDataset
 from maxmeg.data.corpus.stored import cached, digest
-from maxmeg.data.samples.gpt import identify
+from maxmeg.data.opening import Opening
+from maxmeg.data.samples.dataset import Record, RecordedDataset, identify
 from maxmeg.data.samples.sampling import check_indices, nonempty_range
 from maxmeg.data.workers import Arrays, RebuiltInWorkers
 
@@ -40,6 +41,11 @@ class SentenceOrder:
 
 
 ONE_EPOCH = SentenceOrder()
+
+
+def order_of(opening: Opening) -> SentenceOrder:
+    """The order of a run's samples."""
+    return SentenceOrder(opening.seed, opening.request.num_samples, opening.cache_dir)
 
 
 class Mersenne64:
@@ -235,7 +241,7 @@ class Samples(Protocol):
     def rows(self, order: SentenceOrder) -> np.ndarray: ...
 
 
-class SentenceDataset(RebuiltInWorkers):
+class SentenceDataset(RecordedDataset, RebuiltInWorkers):
     """The base of datasets of sentences: sample n is a range of sentences and a random seed.
 
     samples: from the length of every sentence of the corpus and the bounds of the split's
@@ -266,8 +272,7 @@ class SentenceDataset(RebuiltInWorkers):
         self.num_tokens = int(lengths.sum(dtype=np.int64))
 
     @property
-    def description(self) -> dict[str, Any]:
-        """The values that determine the order of samples; plain JSON values."""
+    def description(self) -> Record:
         return {
             "order": "sentences",
             "corpora": identify([self.corpus], [self.sentences_range]),

@@ -13,8 +13,10 @@ from maxmeg.data.masked.sentences import (
     ONE_EPOCH,
     SentenceDataset,
     SentenceOrder,
+    order_of,
     sentence_samples,
 )
+from maxmeg.data.opening import Opening
 from maxmeg.data.samples.sampling import Batch, empty_batch
 
 SPANS = Masking(max_ngram=10, geometric=True)  # Megatron-LM's settings for T5
@@ -93,3 +95,13 @@ class T5Dataset(SentenceDataset):
                 f"{self.sequence_length} (data.sequence_length): make it longer, or mask less "
                 "(probability)"
             )
+
+
+def open_spans(opening: Opening) -> T5Dataset | None:
+    """The samples of a split of one corpus of sentences; None where it may be left out."""
+    if (corpus := opening.only_corpus()) is None:
+        return None
+    config, vocabulary = opening.config, Vocabulary.of(opening.tokenizer, opening.num_ids)
+    lengths = config.source_tokens, config.sequence_length
+    split = opening.split, opening.index
+    return T5Dataset(corpus, *split, lengths, vocabulary, order=order_of(opening))

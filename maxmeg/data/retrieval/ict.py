@@ -6,7 +6,6 @@ Megatron-LM draws it from a generator that all samples share, and could not resu
 """
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 
@@ -17,10 +16,19 @@ from maxmeg.data.masked.sentences import (
     ONE_EPOCH,
     SentenceDataset,
     SentenceOrder,
+    order_of,
     shuffled_rows,
 )
-from maxmeg.data.retrieval.rows import Lengths, TextEncoder, empty_rows, fill_row, title_room
-from maxmeg.data.samples.gpt import identify
+from maxmeg.data.opening import Opening
+from maxmeg.data.retrieval.rows import (
+    Lengths,
+    TextEncoder,
+    empty_rows,
+    fill_row,
+    lengths_of,
+    title_room,
+)
+from maxmeg.data.samples.dataset import Record, identify
 from maxmeg.data.samples.sampling import Batch, split_range
 
 FEWEST = 2  # sentences of a block: one of them may be taken away
@@ -119,8 +127,7 @@ class IctDataset(SentenceDataset):
         super().__init__(corpus, split, split_index, blocks, order)
 
     @property
-    def description(self) -> dict[str, Any]:
-        """The values that determine the order of samples; plain JSON values."""
+    def description(self) -> Record:
         titles = [] if self.titles is None else identify([self.titles], [(0, len(self.titles))])
         more = {"order": "blocks", "text_length": self._lengths.text, "titles": titles}
         return {**super().description, **more}
@@ -143,3 +150,14 @@ class IctDataset(SentenceDataset):
         """The tokens of a block, behind the title of its document."""
         title = None if self.titles is None else self.titles.get(document)
         return self._encode(np.concatenate(sentences), self._lengths.text, title)
+
+
+def open_blocks(opening: Opening) -> IctDataset | None:
+    """The samples of a split of one corpus of sentences; None where it may be left out."""
+    if (corpus := opening.only_corpus()) is None:
+        return None
+    config, split = opening.config, (opening.split, opening.index)
+    titles = opening.corpus(config.titles) if config.titles else None
+    encoder = TextEncoder.of(opening.tokenizer, opening.num_ids)
+    rest = titles, config.query_in_block, order_of(opening)
+    return IctDataset(corpus, split, lengths_of(config), encoder, *rest)

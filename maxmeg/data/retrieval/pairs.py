@@ -3,16 +3,15 @@
 import itertools
 import zlib
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from maxmeg.config.data import DataConfig
 from maxmeg.data.corpus.indexed import check_vocabulary
 from maxmeg.data.labelled.files import read_examples
-from maxmeg.data.retrieval.rows import Lengths, TextEncoder, empty_rows, fill_row
-from maxmeg.data.samples.sampling import Batch, EpochOrder, EpochRows, split_range
-from maxmeg.data.tokenizers.tokenizer import Tokenizer
+from maxmeg.data.opening import Opening
+from maxmeg.data.retrieval.rows import Lengths, TextEncoder, empty_rows, fill_row, lengths_of
+from maxmeg.data.samples.dataset import EpochRows, Record
+from maxmeg.data.samples.sampling import Batch, EpochOrder
 
 _KEY, _NEGATIVES = 5, 6  # of the orders of pairs and of negatives; labelled examples have 4
 
@@ -44,8 +43,7 @@ class PairDataset(EpochRows):
         return sum(len(tokens) for texts in chosen for tokens in texts)
 
     @property
-    def description(self) -> dict[str, Any]:
-        """The plain JSON values that decide which example has which number."""
+    def description(self) -> Record:
         digest = 0  # CRC-32 of all tokens and lengths
         for tokens in itertools.chain(*self.examples):
             data = np.array([len(tokens), *tokens.tolist()], "<i4")
@@ -72,19 +70,34 @@ class PairDataset(EpochRows):
         return batch
 
 
-def read_pairs(
-    config: DataConfig, path: str, tokenizer: Tokenizer, part: tuple[str, int]
-) -> list[list[np.ndarray]]:
+def open_pairs(opening: Opening) -> PairDataset | None:
+    """Queries and their texts from a split of files; None where another split than training has
+    none."""
+    names, lengths = opening.names, lengths_of(opening.config)
+    pairs = [pair for name in names for pair in read_pairs(opening, name)]
+    if not pairs and opening.index:
+        return None
+    if not pairs:
+        raise ValueError(
+            f"data.split={opening.split!r} leaves no query of {', '.join(names)} for training: "
+            "give it more weight"
+        )
+    rest = opening.config.negatives, opening.num_ids, opening.seed
+    return PairDataset(pairs, lengths, *rest, shuffle=opening.index == 0)
+
+
+def read_pairs(opening: Opening, path: str) -> list[list[np.ndarray]]:
     """The examples of a split of a file. ValueError as `read_examples`."""
-    encoder, encode = TextEncoder.of(tokenizer), tokenizer.encode
+    config, encode = opening.config, opening.tokenizer.encode
+    encoder = TextEncoder.of(opening.tokenizer)
     examples = read_examples(config, path)
-    begin, end = split_range(*part, len(examples))
-    found = []
+    begin, end = opening.range(len(examples))
+    pairs = []
     for example in examples[begin:end]:
         (_, query), *texts = example.texts  # type: ignore[union-attr]
         tokens = [encoder(encode(query), config.query_length)]
         for title, text in texts:
-            opening = encode(title) if title else None
-            tokens.append(encoder(encode(text), config.text_tokens, opening))
-        found.append(tokens)
-    return found
+            title_ids = encode(title) if title else None
+            tokens.append(encoder(encode(text), config.text_tokens, title_ids))
+        pairs.append(tokens)
+    return pairs

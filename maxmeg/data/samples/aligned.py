@@ -1,19 +1,21 @@
 """Pairs of texts for sequence-to-sequence training: sequence n of one corpus is the source of
 sequence n of another (maxmeg preprocess --aligned)."""
 
+import logging
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from maxmeg.data.chat.template import hugging_face_folder
 from maxmeg.data.corpus.indexed import IndexedDataset, check_vocabulary
-from maxmeg.data.samples.gpt import identify
-from maxmeg.data.samples.sampling import Batch, EpochOrder, EpochRows, empty_batch, nonempty_range
+from maxmeg.data.opening import Opening
+from maxmeg.data.samples.dataset import EpochRows, Record, identify
+from maxmeg.data.samples.sampling import Batch, EpochOrder, empty_batch, nonempty_range
 from maxmeg.data.tokenizers.load import parse_spec
 from maxmeg.data.tokenizers.tokenizer import Tokenizer, json_object
 from maxmeg.data.workers import RebuiltInWorkers
 
+logger = logging.getLogger("maxmeg")
 _PAIRS = 4  # key of the permutations of pairs; packing has 2 and 3
 
 
@@ -85,8 +87,7 @@ class AlignedDataset(EpochRows, RebuiltInWorkers):
         return int(self.corpora[1].lengths[self._pairs].sum(dtype=np.int64))
 
     @property
-    def description(self) -> dict[str, Any]:
-        """The values that determine the order of samples; plain JSON values."""
+    def description(self) -> Record:
         return {
             "order": "pairs",
             "corpora": identify(self.corpora, [self._range] * 2),
@@ -114,3 +115,22 @@ class AlignedDataset(EpochRows, RebuiltInWorkers):
         for corpus, name in zip(self.corpora, ("encoder_tokens", "tokens"), strict=True):
             check_vocabulary(batch[name], self.vocab_size, f"{corpus.prefix}.bin")
         return batch
+
+
+def open_aligned(opening: Opening) -> AlignedDataset | None:
+    """Pairs from a split of two corpora; None where another split than training has none."""
+    config, names = opening.config, opening.names
+    if len(names) != 2:
+        raise ValueError(
+            f"data.objective=seq2seq reads two corpora, SOURCE,TARGET, not {len(names)} "
+            f"({', '.join(names)}): name the two files of maxmeg preprocess --aligned"
+        )
+    corpora = [opening.corpus(name) for name in names]
+    if opening.may_skip(len(corpora[0])):
+        return None
+    lengths, cuts = (config.source_tokens, config.sequence_length), config.too_long.value
+    rest = lengths, opening.tokenizer, cuts == "truncate", opening.seed
+    ids = opening.num_ids, config.start_token
+    data = AlignedDataset(corpora, opening.split, opening.index, *rest, ids)
+    logger.info("%s: %s", opening.name, data)
+    return data

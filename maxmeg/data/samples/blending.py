@@ -8,7 +8,9 @@ import numpy as np
 import yaml
 
 from maxmeg.data.corpus.stored import cached, digest
-from maxmeg.data.samples.gpt import Dataset
+from maxmeg.data.resuming import record_order
+from maxmeg.data.samples.dataset import Dataset, Difference, Record, RecordedDataset, Use
+from maxmeg.data.samples.gpt import GptDataset, compare_members
 from maxmeg.data.samples.sampling import Batch, check_indices
 from maxmeg.data.workers import Arrays, RebuiltInWorkers
 
@@ -261,7 +263,7 @@ class Phase:
     weights: tuple[float, ...]
 
 
-class Blend(RebuiltInWorkers):
+class Blend(RecordedDataset, RebuiltInWorkers):
     """Batches of several datasets, by the weights of the phase that contains the sample.
 
     Each phase orders its members like a blend that begins there. Each member continues with its
@@ -314,6 +316,24 @@ class Blend(RebuiltInWorkers):
             phase = self.phases[at]
             taken[list(phase.members)] += self.turns[at].before(rest - phase.start)
         return taken.tolist()
+
+    def record(self, consumed: int) -> list[Record]:
+        counts = zip(self.members, self.samples_before(consumed), strict=True)
+        return [record for member, count in counts for record in record_order(member, count)]
+
+    def compare(self, saved: Sequence[Record], consumed: int) -> Difference:
+        counts = zip(self.members, self.samples_before(consumed), strict=True)
+        return compare_members(saved, [(m, n) for m, n in counts if isinstance(m, GptDataset)])
+
+    def uses(self, samples: float) -> list[Use]:
+        shares = [taken / self.num_samples for taken in self.samples_of_members()]
+        counts = zip(self.members, shares, strict=True)
+        return [
+            use
+            for member, share in counts
+            if isinstance(member, RecordedDataset)
+            for use in member.uses(samples * share)
+        ]
 
     def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The member of each sample, and the sample's number within that member."""

@@ -2,39 +2,21 @@
 
 import dataclasses
 import functools
-import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
 
 import numpy as np
 
 from maxmeg.data.corpus.indexed import IndexedDataset, check_vocabulary
+from maxmeg.data.resuming import compare_orders
+from maxmeg.data.samples.dataset import SPLITS, Difference, Record, RecordedDataset, Use, identify
 from maxmeg.data.samples.megatron_order import MegatronOrder, make_samples
 from maxmeg.data.samples.sampling import Batch, GptSamples, Pieces, split_range
 from maxmeg.data.workers import RebuiltInWorkers
 
 _PROBED = 64  # documents searched for an end-of-document id
-_PROBES, _PROBE = 16, 64  # positions that identify a corpus, and tokens at each
-
-SPLITS = ("train", "validation", "test")
 
 # (text, numbers of the samples) -> text of that shape, and the tokens before padding of each row
 Transform = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
-
-
-class Dataset(Protocol):
-    """The interface of datasets for loaders and blends: a sample depends on its number alone."""
-
-    vocab_size: int
-    sequence_length: int
-
-    @property
-    def num_tokens(self) -> int: ...
-
-    @property
-    def samples_per_epoch(self) -> int: ...
-
-    def batch(self, indices: np.ndarray) -> Batch: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,23 +35,7 @@ class DocumentRules:
         return self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss
 
 
-def identify(
-    corpora: Sequence[IndexedDataset], ranges: Sequence[tuple[int, int]]
-) -> list[list[int]]:
-    """Identifies corpora: sequences, tokens, CRC-32 of sampled tokens, and the range [begin,
-    end)."""
-    identities = []
-    for corpus, (begin, end) in zip(corpora, ranges, strict=True):
-        starts = np.linspace(0, max(corpus.num_tokens - _PROBE, 0), _PROBES).astype(np.int64)
-        sizes = np.full(len(starts), min(_PROBE, corpus.num_tokens))
-        corpus.expect(starts, sizes, now=True)
-        parts = [np.asarray(corpus.tokens[at : at + _PROBE], "<i8").tobytes() for at in starts]
-        checksum = zlib.crc32(b"".join(parts))
-        identities.append([len(corpus), corpus.num_tokens, checksum, begin, end])
-    return identities
-
-
-class GptDataset(RebuiltInWorkers):
+class GptDataset(RecordedDataset, RebuiltInWorkers):
     """Batches of one split (0 train, 1 validation, 2 test) of one or more corpora.
 
     Each corpus is split by itself; the ranges are concatenated. With an `order` the samples are in
@@ -115,13 +81,32 @@ class GptDataset(RebuiltInWorkers):
             self._check_eod()
 
     @functools.cached_property
-    def description(self) -> dict[str, Any]:
-        """The plain JSON values that decide which sample has which number."""
+    def description(self) -> Record:
         return {
             "corpora": identify(self.corpora, self.ranges),
             "sequence_length": self.sequence_length,
             **self.samples.order,
         }
+
+    def record(self, consumed: int) -> list[Record]:
+        records = super().record(consumed)
+        for record in records:
+            if "parts" in record:  # parts that have not begun may change
+                record["parts"] = [part for part in record["parts"] if part[0] < consumed]
+        return records
+
+    def compare(self, saved: Sequence[Record], consumed: int) -> Difference:
+        return compare_members(saved, [(self, consumed)])
+
+    def uses(self, samples: float) -> list[Use]:
+        uses = []
+        for corpus, (begin, end) in zip(self.corpora, self.ranges, strict=True):
+            tokens = int(corpus.lengths[begin:end].sum(dtype=np.int64))
+            read = samples * tokens / max(self.num_tokens, 1)
+            first, last = np.searchsorted(corpus.document_indices[:-1], [begin, end])
+            epochs = read * self.sequence_length / max(tokens, 1)
+            uses.append(Use(corpus.prefix, int(last - first), tokens, read, epochs))
+        return uses
 
     @property
     def num_tokens(self) -> int:
@@ -236,3 +221,15 @@ class GptDataset(RebuiltInWorkers):
                     "reset_position_ids, reset_attention_mask and eod_mask_loss need: prepare it "
                     "with --append_eod"
                 )
+
+
+def compare_members(
+    saved: Sequence[Record], members: Sequence[tuple[GptDataset, int]]
+) -> Difference:
+    """Compare datasets, each with a number of its samples, with a record, token by token."""
+    corpora = {}
+    for member, _ in members:
+        for identity, corpus in zip(member.description["corpora"], member.corpora, strict=True):
+            corpora[tuple(identity[:3])] = corpus
+    after = [(record, member.samples) for member, n in members for record in member.record(n)]
+    return compare_orders(saved, corpora, after)

@@ -11,8 +11,11 @@ import warnings
 import numpy as np
 
 from maxmeg.data.corpus.indexed import IndexedDataset, check_vocabulary
+from maxmeg.data.opening import Opening
+from maxmeg.data.samples.dataset import EpochRows, Record, identify
 from maxmeg.data.samples.packing import Document, fill_rows
 from maxmeg.data.samples.sampling import Batch, EpochOrder, nonempty_range
+from maxmeg.data.tokenizers.tokenizer import padding_of
 from maxmeg.data.workers import RebuiltInWorkers
 
 TEXT, IMAGE = 0, 1  # modes of sequences
@@ -69,7 +72,7 @@ class ImageTokens:
     vocab_size: int
 
 
-class ImageTextDataset(RebuiltInWorkers):
+class ImageTextDataset(EpochRows, RebuiltInWorkers):
     """Batches of one split (0 train, 1 validation, 2 test) of a corpus of pairs.
 
     The placeholders of the image replace the text's placeholder, or precede a text without one;
@@ -100,12 +103,23 @@ class ImageTextDataset(RebuiltInWorkers):
                 f"the placeholder {tokens.placeholder} is not in the vocabulary [0, "
                 f"{tokens.vocab_size})"
             )
-        self.corpus, self.samples_per_epoch = corpus, end - self._begin
+        self.corpus, self._end, self._seed = corpus, end, seed
         self.sequence_length, self.vocab_size = sequence_length, tokens.vocab_size
         self._size, self._tokens = size, tokens
-        self._order = EpochOrder(self.samples_per_epoch, seed, _ROWS, split_index == 0)
+        self._order = EpochOrder(end - self._begin, seed, _ROWS, split_index == 0)
         lengths = corpus.lengths[2 * self._begin : 2 * end : 2] + np.int64(tokens.per_image - 1)
         self.num_tokens = int(np.minimum(lengths, sequence_length).sum())
+
+    @property
+    def description(self) -> Record:
+        tokens = self._tokens
+        return {
+            "order": "image_text",
+            "corpora": identify([self.corpus], [(2 * self._begin, 2 * self._end)]),
+            "sequence_length": self.sequence_length,
+            "images": [*self._size, tokens.placeholder, tokens.per_image],
+            "seed": self._seed,
+        }
 
     def image(self, n: int) -> bytes:
         """The image file of sample n."""
@@ -154,6 +168,24 @@ class ImageTextDataset(RebuiltInWorkers):
     def _document(self, pair: int) -> Document:
         text = self._text(pair)[: self.sequence_length + 1]
         return text, text != self._tokens.placeholder
+
+
+def open_image_text(opening: Opening) -> ImageTextDataset | None:
+    """The pairs of a split of one corpus; None where it may be left out."""
+    if (corpus := opening.only_corpus(has_ids=False)) is None:
+        return None
+    config, tokenizer, size = opening.config, opening.tokenizer, opening.num_ids
+    if (placeholder := tokenizer.token_id(config.image_token)) is None:
+        raise ValueError(
+            f"data.image_token={config.image_token!r} is no token of data.tokenizer="
+            f"{tokenizer.spec}: name one that is, or add it (?special_tokens="
+            f"{config.image_token} after the tokenizer, also when the pairs are prepared)"
+        )
+    height, width = config.image_size
+    pad = padding_of(tokenizer, size)
+    tokens = ImageTokens(placeholder, config.tokens_per_image, tokenizer.eod, pad, size)
+    split = opening.split, opening.index, config.sequence_length
+    return ImageTextDataset(corpus, *split, (height, width), tokens, opening.seed)
 
 
 def _check(corpus: IndexedDataset) -> None:

@@ -8,11 +8,12 @@ import functools
 import heapq
 import zlib
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from maxmeg.data.corpus.indexed import check_vocabulary
+from maxmeg.data.samples.dataset import Difference, Record, RecordedDataset
 from maxmeg.data.samples.sampling import Batch, EpochOrder, shuffled
 from maxmeg.data.workers import RebuiltInWorkers
 
@@ -133,7 +134,7 @@ class Documents(Protocol):
     def read(self, i: int) -> Document: ...
 
 
-class PackedDataset(RebuiltInWorkers):
+class PackedDataset(RecordedDataset, RebuiltInWorkers):
     """Batches of rows of whole documents. Row n depends on (n, seed) alone.
 
     The documents are packed once, in shuffled order if `shuffle`; every epoch then has the same
@@ -172,8 +173,7 @@ class PackedDataset(RebuiltInWorkers):
         return len(self.packed)
 
     @functools.cached_property
-    def description(self) -> dict[str, Any]:
-        """The plain JSON values that decide which row has which number."""
+    def description(self) -> Record:
         lengths = np.asarray(self.source.lengths, "<i8")
         return {
             "documents": [len(lengths), zlib.crc32(lengths.tobytes())],
@@ -181,6 +181,16 @@ class PackedDataset(RebuiltInWorkers):
             "sequence_length": self.sequence_length,
             "seed": self._seed,
         }
+
+    def compare(self, saved: Sequence[Record], consumed: int) -> Difference:
+        """Count documents, if both have the same ones."""
+        if len(saved) != 1 or saved[0].get("documents") != self.description["documents"]:
+            return super().compare(saved, consumed)
+        (record,) = saved
+        then = self.packed_as(record["packing"], record["sequence_length"], record["seed"])
+        surplus = then.times_read(record["samples"]) - self.times_read(consumed)
+        tokens = surplus * (np.asarray(self.source.lengths, np.int64) - 1)
+        return Difference(int(tokens.clip(min=0).sum()), int(-tokens.clip(max=0).sum()))
 
     def packed_as(self, policy: str, sequence_length: int, seed: int) -> "PackedDataset":
         """The same documents, packed differently."""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from maxmeg.data.samples.blending import Blend, Phase, normalized, parse_blend, read_blend
-from maxmeg.data.samples.gpt import Dataset
+from maxmeg.data.samples.dataset import Dataset
 
 _BEGINS = re.compile(r"\s*(\d+):(.*)", re.DOTALL)
 _FILES = (".yaml", ".yml", ".json")

@@ -9,7 +9,6 @@ corpus, tokenizer and encoder they are.
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -17,11 +16,11 @@ from maxmeg.config.data import DataConfig
 from maxmeg.config.retro import Neighbours
 from maxmeg.data.corpus.indexed import IndexedDataset, check_vocabulary
 from maxmeg.data.corpus.stored import digest
-from maxmeg.data.samples.gpt import SPLITS, identify
+from maxmeg.data.opening import Opening
+from maxmeg.data.samples.dataset import SPLITS, EpochRows, Record, identify
 from maxmeg.data.samples.sampling import (
     Batch,
     EpochOrder,
-    EpochRows,
     Permutation,
     nonempty_range,
     split_range,
@@ -182,8 +181,7 @@ class RetroDataset(EpochRows, RebuiltInWorkers):
         return int(self.chunks.starts[-1] - self.chunks.starts[0])
 
     @property
-    def description(self) -> dict[str, Any]:
-        """The values that determine the order of samples; plain JSON values."""
+    def description(self) -> Record:
         return {
             "order": "chunks",
             "corpora": [self.chunks.identity],
@@ -234,3 +232,11 @@ class RetroDataset(EpochRows, RebuiltInWorkers):
         found = np.asarray(self.table[numbers, : self.num_neighbours]).ravel()
         ids, sizes = self.database.read(found, self.neighbour_length)
         return ids, sizes * (self.read_neighbours is not Neighbours.none)
+
+
+def open_retro(opening: Opening) -> RetroDataset | None:
+    """The samples of a split of one corpus; None where it may be left out."""
+    if (corpus := opening.only_corpus()) is None:
+        return None
+    rest = opening.config, opening.tokenizer, opening.seed, opening.num_ids
+    return RetroDataset(corpus, opening.split, opening.index, *rest)

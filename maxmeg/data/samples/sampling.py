@@ -137,16 +137,6 @@ class EpochOrder:
         return rows
 
 
-class EpochRows:
-    """The base of datasets that read each of their rows once an epoch."""
-
-    _order: EpochOrder
-
-    @property
-    def samples_per_epoch(self) -> int:
-        return self._order.size
-
-
 def empty_batch(count: int, length: int, source_length: int = 0, *more: str) -> Batch:
     """`count` rows of padding. int32 [count, length]: tokens, targets, positions, segment_ids and
     the arrays named in `more`; float32: loss_mask. With a source int32 [count, source_length]:
