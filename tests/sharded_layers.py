@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from maxmeg.parallel.mesh import AXES, BATCH_AXES, TENSOR_AXES, make_mesh
 from maxmeg.parallel.rules import reductions, storage_specs
 from maxmeg.parallel.spmd import spmd
+from maxmeg.parallel.trainable import joined, trained
 from maxmeg.weights.transforms import enter, leave, whole_weights
 
 TOLERANCE = 1e-5  # of the largest value, float32: the order of sums differs
@@ -48,7 +49,8 @@ def on_mesh(output: Callable, layer, sizes: dict[str, int], fold: int = 1) -> An
     def local(layer, x_BLD, slope_BLD):
         weights = enter(transforms, layer)
         y_BLD, gradients, into = with_gradients(output, weights, x_BLD, slope_BLD)
-        return y_BLD, leave(transforms, gradients), into
+        reduced = leave(transforms, trained(gradients))
+        return y_BLD, joined(reduced, gradients), into  # state has none but zeros
 
     return jax.jit(spmd(local, mesh, (specs, rows, rows), (rows, specs, rows)))
 
