@@ -18,7 +18,8 @@ from maxmeg.models.lm import LM, language_model
 from maxmeg.ops.random import fold, split
 from maxmeg.optim.scaling import Scaler, first_scaler
 from maxmeg.optim.storage import decode, divided, encode, has_remainder, orders, whole
-from maxmeg.parallel.rules import is_variable, logical_axes, storage_specs
+from maxmeg.parallel.parameter import is_variable, logical_axes
+from maxmeg.parallel.rules import storage_specs
 from maxmeg.parallel.trainable import joined, saved, trained
 from maxmeg.processes.host import host_sharding, is_on_host, to_device
 from maxmeg.runtime.metrics.parameter_table import ParameterRow

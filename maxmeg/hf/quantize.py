@@ -28,7 +28,7 @@ from maxmeg.ops.fp4 import packed, quantize_nvfp4
 from maxmeg.ops.quantized import FP4, MX_BLOCK, quantize_blocks
 from maxmeg.ops.recipes import RECIPES
 from maxmeg.ops.straight_through import to_int8
-from maxmeg.parallel.rules import is_variable
+from maxmeg.parallel.parameter import is_variable
 from maxmeg.state import array_name
 from maxmeg.weights.quantized import MULTIPLE, quantized_matrices
 

@@ -27,7 +27,8 @@ from maxmeg.hf.peft import SETTINGS, Adapter, read_adapter
 from maxmeg.hf.trained import carried_config, carried_folder, choose_family, open_run
 from maxmeg.inference.load import Trained
 from maxmeg.layers.lora import Lora, LoraSpec, linears
-from maxmeg.parallel.rules import set_kv_heads, storage_specs
+from maxmeg.parallel.parameter import annotate, info
+from maxmeg.parallel.rules import storage_specs
 
 MERGED = LoraSpec(rank=1, alpha=1.0, dropout=0.0, targets=())  # alpha / rank lies within B
 
@@ -143,9 +144,8 @@ def attached(trained: Trained, adapters: Mapping[str, Adapter]) -> Trained:
                 owners += [number] * b.shape[1]
         if owners:
             matrices = np.concatenate(a_parts, axis=2), np.concatenate(b_parts, axis=1)
-            metadata = weight.get_metadata()
-            lora = Lora(*matrices, metadata["axes"], MERGED, 0, tuple(owners))
-            set_kv_heads(lora, metadata.get("num_kv_heads", 0))
+            lora = Lora(*matrices, info(weight).axes, MERGED, 0, tuple(owners))
+            annotate(lora, num_kv_heads=info(weight).num_kv_heads)
             linear.lora = placed(lora, trained)
     return dataclasses.replace(trained, model=model, adapters=tuple(adapters))
 

@@ -31,7 +31,7 @@ from maxmeg.hf.folder import open_checkpoints
 from maxmeg.models.lm import LM
 from maxmeg.optim.build import make_optimizer
 from maxmeg.parallel.mesh import local_mesh, make_mesh, sizes_of
-from maxmeg.parallel.rules import is_exact, is_variable
+from maxmeg.parallel.parameter import info, is_variable
 from maxmeg.parallel.trainable import fixed, joined, part, saved, trained
 from maxmeg.state import abstract_state, on_disk
 
@@ -191,7 +191,7 @@ def cast(model: LM, dtype: DType) -> LM:
 
     def one(variable):
         array = variable.get_value()
-        if array is None or is_exact(variable):
+        if array is None or info(variable).is_exact:
             return variable
         return variable.replace(array.astype(dtype.value))
 

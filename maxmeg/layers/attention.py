@@ -5,7 +5,6 @@ import typing
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Float
 
 from maxmeg.distributed.attention.context import ContextCall, among_heads, attention_over_context
@@ -25,7 +24,7 @@ from maxmeg.ops.rope import RotarySpec, rotate
 from maxmeg.parallel.collectives import axis_size, first_index, stored
 from maxmeg.parallel.maxima import Max
 from maxmeg.parallel.mesh import TENSOR_AXES
-from maxmeg.parallel.rules import set_kv_heads
+from maxmeg.parallel.parameter import annotate, parameter
 
 DROPOUT_PLACE = 0
 
@@ -172,12 +171,12 @@ class Attention(Mixer):
         if spec.keys_as_values:
             self.fused_projections = (("query", "key"),)
         self.out = Linear(keys[3], (H * K, D), ("heads", "embed"), spec.out_std, spec.bias_out)
-        self.sinks = nnx.Param(jnp.zeros(H), axes=("heads",)) if spec.sinks else None
+        self.sinks = parameter(jnp.zeros(H), "heads") if spec.sinks else None
         self.query_norm = qk_norm(spec, H, "heads")
         self.key_norm = qk_norm(spec, G, "kv_heads")
         values = spec.value_norm
         self.value_norm = None if values is None else Norm(K, values, "head_dim", weighted=False)
-        set_kv_heads((self.key, self.value, self.key_norm), G)
+        annotate((self.key, self.value, self.key_norm), num_kv_heads=G)
 
     def __call__(
         self, h_BLD: Float[Array, "B L D"], ctx: Context, cache: tuple | None = None

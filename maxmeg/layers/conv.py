@@ -15,6 +15,7 @@ from maxmeg.parallel import collectives
 from maxmeg.parallel.collectives import axis_size
 from maxmeg.parallel.context import halos, stacked_halves
 from maxmeg.parallel.mesh import CONTEXT_AXES
+from maxmeg.parallel.parameter import parameter
 
 
 class Depthwise(nnx.Module):
@@ -25,8 +26,8 @@ class Depthwise(nnx.Module):
         self, key: jax.Array, channels: int, width: int, bias: bool, axis: str = "channels"
     ):
         weight_W1X = width**-0.5 * uniform(key, (width, 1, channels))
-        self.weight = nnx.Param(weight_W1X, axes=(None, None, axis))
-        self.bias = nnx.Param(jnp.zeros(channels), axes=(axis,)) if bias else None
+        self.weight = parameter(weight_W1X, None, None, axis)
+        self.bias = parameter(jnp.zeros(channels), axis) if bias else None
 
     def __call__(
         self, x_BLX: Float[Array, "B L X"], before_BWX: jax.Array, segments_BM: jax.Array | None

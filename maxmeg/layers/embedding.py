@@ -12,7 +12,7 @@ from maxmeg.ops.broadcast import zeros_after
 from maxmeg.ops.random import normal
 from maxmeg.parallel import collectives
 from maxmeg.parallel.collectives import VOCAB_AXES
-from maxmeg.parallel.rules import fsdp_axes
+from maxmeg.parallel.parameter import info, parameter
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -61,7 +61,7 @@ class Embedding(nnx.Module):
         rows = std * normal(key, (vocab_size, hidden_size))
         table = jnp.pad(rows, ((0, padded_size - vocab_size), (0, 0)))
         sizes = table.shape if is_output else ()
-        self.table = nnx.Param(table, axes=("vocab", "embed"), sizes=sizes)
+        self.table = parameter(table, "vocab", "embed", sizes=sizes)
 
     def __call__(self, ids_BL: Int[Array, "B L"]) -> Float[Array, "B L D"]:
         """Partial sums over VOCAB_AXES.
@@ -73,7 +73,7 @@ class Embedding(nnx.Module):
         ids_BL -= collectives.first_index(VOCAB_AXES, rows)
         if ids_BL.size >= rows:
             return lookup(collectives.unshard_parameter(self.table), ids_BL, rows)
-        axes = fsdp_axes(self.table)
+        axes = info(self.table).fsdp_axes
         columns_BLD: typing.Any = lookup(self.table[...], collectives.gather(ids_BL, axes, 0), rows)
         return collectives.exchange(columns_BLD, axes, cut=0, joined=2)
 
@@ -83,7 +83,7 @@ class Positions(nnx.Module):
 
     def __init__(self, key: jax.Array, max_position: int, hidden_size: int, std: float):
         table = std * normal(key, (max_position, hidden_size))
-        self.table = nnx.Param(table, axes=("position", "embed"))
+        self.table = parameter(table, "position", "embed")
 
     def __call__(self, positions_BL: Int[Array, "B L"]) -> Float[Array, "B L D"]:
         table_VD = collectives.unshard_parameter(self.table)

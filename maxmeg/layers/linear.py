@@ -18,7 +18,8 @@ from maxmeg.parallel.collectives import (
     unshard_parameter,
 )
 from maxmeg.parallel.mesh import TENSOR_AXES
-from maxmeg.weights.fused import fused_widths, split_columns
+from maxmeg.parallel.parameter import info, parameter
+from maxmeg.weights.fused import split_columns
 
 
 class Linear(nnx.Module):
@@ -39,10 +40,10 @@ class Linear(nnx.Module):
         bias: bool = False,
         parts: tuple[int, ...] = (),
     ):
-        self.weight = nnx.Param(std * normal(key, sizes), axes=axes, sizes=sizes, parts=parts)
+        self.weight = parameter(std * normal(key, sizes), *axes, sizes=sizes, head_parts=parts)
         self.row_parallel = axes[1] == "embed"
         bias_axis = "norm" if self.row_parallel else axes[1]
-        self.bias = nnx.Param(jnp.zeros(sizes[1]), axes=(bias_axis,)) if bias else None
+        self.bias = parameter(jnp.zeros(sizes[1]), bias_axis) if bias else None
         self.lora: typing.Any = nnx.data(None)  # a layers.lora.Lora
         self.codes: dict[str, typing.Any] = nnx.data({})  # layers.quantized.Codes of `weight`
 
@@ -64,7 +65,7 @@ class Linear(nnx.Module):
         self, y_TO: jax.Array, x: jax.Array, ctx: Context | None, is_quantized: bool
     ) -> jax.Array:
         """The output [tokens, O], from the product with the weight or its codes."""
-        num_heads = self.weight.get_metadata().get("num_kv_heads", 0)
+        num_heads = info(self.weight).num_kv_heads
         if is_quantized and 0 < num_heads < axis_size(TENSOR_AXES):
             y_TO = of_shared_head(y_TO, num_heads)
         if self.bias is not None:
@@ -81,8 +82,8 @@ def project(
 ) -> list[Float[Array, "B L O"]]:
     """The outputs of projections of the same input, by one product if their weights are fused
     (parallel.fused)."""
-    widths = fused_widths(linears[0].weight)
-    if widths is None:
+    widths = info(linears[0].weight).fused_widths
+    if not widths:
         return [linear(x, ctx) for linear in linears]
     parts = split_columns(linears[0].product(x), widths)
     outputs = [

@@ -18,7 +18,7 @@ from maxmeg.ops.dropout import kept
 from maxmeg.ops.random import fold, uniform
 from maxmeg.parallel.collectives import first_index, unshard_parameter
 from maxmeg.parallel.mesh import TENSOR_AXES
-from maxmeg.parallel.rules import is_exact, is_variable, set_kv_heads
+from maxmeg.parallel.parameter import annotate, info, is_variable, parameter, replaced
 
 FIRST_PLACE = 1024  # of adapters among the uses of randomness in a layer
 
@@ -50,13 +50,13 @@ class Lora(nnx.Module):
         self,
         a: jax.Array | np.ndarray,
         b: jax.Array | np.ndarray,
-        axes: tuple[str, str],
+        axes: Sequence[str | None],
         spec: LoraSpec,
         number: int,
         owners: tuple[int, ...] = (),
     ):
-        self.a = nnx.Param(a, axes=(axes[0], "lora"))
-        self.b = nnx.Param(b, axes=("lora", axes[1]))
+        self.a = parameter(a, axes[0], "lora")
+        self.b = parameter(b, "lora", axes[1])
         self.row_parallel = axes[1] == "embed"
         self.scale, self.rate = spec.scale, spec.dropout
         self.place = FIRST_PLACE + number
@@ -114,7 +114,7 @@ def adapted(key: jax.Array, model, spec: LoraSpec, dtype, orders: Sequence[Seque
 
     def freeze(node):
         value = node.get_value()
-        return node.replace(value if is_exact(node) else value.astype(dtype), frozen=True)
+        return replaced(node, value if info(node).is_exact else value.astype(dtype), frozen=True)
 
     classifier, model.classifier = model.classifier, None
     model = jax.tree.map(freeze, model, is_leaf=is_variable)
@@ -124,13 +124,15 @@ def adapted(key: jax.Array, model, spec: LoraSpec, dtype, orders: Sequence[Seque
     for number, (path, linear) in enumerate(projections.items()):
         if path not in chosen:
             continue
-        axes = linear.weight.get_metadata()["axes"]
+        about = info(linear.weight)
         order = np.array(orders[int(path.split(".")[2])])
         *_, width_in, width_out = linear.weight.shape
         path_key = fold(key, zlib.crc32(path.encode()))
         a = initial(path_key, order, (width_in, spec.rank))
-        linear.lora = Lora(a, jnp.zeros((len(order), spec.rank, width_out)), axes, spec, number)
-        set_kv_heads(linear.lora, linear.weight.get_metadata().get("num_kv_heads", 0))
+        linear.lora = Lora(
+            a, jnp.zeros((len(order), spec.rank, width_out)), about.axes, spec, number
+        )
+        annotate(linear.lora, num_kv_heads=about.num_kv_heads)
     return model
 
 
@@ -171,7 +173,7 @@ def merged(model):
     """The float32 model with its adapters merged into the weights, nothing frozen."""
 
     def thaw(node):
-        return node.replace(node.get_value().astype(jnp.float32), frozen=False)
+        return replaced(node, node.get_value().astype(jnp.float32), frozen=False)
 
     model = jax.tree.map(thaw, model, is_leaf=is_variable)
     for linear in linears(model).values():

@@ -12,7 +12,6 @@ import math
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Float
 
 from maxmeg.layers.context import Context
@@ -20,6 +19,7 @@ from maxmeg.layers.mixer import Widths
 from maxmeg.layers.norm import GroupedNorm
 from maxmeg.layers.recurrent import Recurrent, RecurrentSpec
 from maxmeg.layers.scan import ScanInputs
+from maxmeg.parallel.parameter import parameter
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class Mamba(Recurrent):
 
     def __init__(self, key: jax.Array, spec: MambaSpec):
         super().__init__(key, spec)
-        self.skip = nnx.Param(jnp.ones(spec.num_heads), axes=("heads",), exact=True)
+        self.skip = parameter(jnp.ones(spec.num_heads), "heads", exact=True)
         norm = spec.width, spec.num_groups
         self.gated_norm = None if spec.norm_eps is None else GroupedNorm(*norm, spec.norm_eps)
 

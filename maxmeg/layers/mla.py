@@ -35,7 +35,7 @@ from maxmeg.parallel.collectives import (
     whole,
 )
 from maxmeg.parallel.mesh import CONTEXT_AXES
-from maxmeg.parallel.rules import is_variable
+from maxmeg.parallel.parameter import info, is_variable, parameter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +112,7 @@ class FromLatents(Expand):
         over context, each device needs other heads."""
 
         def columns(variable):
-            axes = variable.get_metadata()["axes"]
+            axes = info(variable).axes
             if "heads" not in axes:
                 return variable
             value, dim = unshard_parameter(variable), axes.index("heads")
@@ -152,7 +152,7 @@ class Mla(Attention):
         self.key_up = Linear(keys[3], (kv_rank, H * K), up, std, parts=(K,))
         self.value_up = Linear(keys[4], (kv_rank, H * V), up, std, parts=(V,))
         self.out = Linear(keys[5], (H * V, D), ("heads", "embed"), spec.out_std, spec.bias_out)
-        self.sinks = nnx.Param(jnp.zeros(H), axes=("heads",)) if spec.sinks else None
+        self.sinks = parameter(jnp.zeros(H), "heads") if spec.sinks else None
 
     def __call__(
         self, h_BLD: Float[Array, "B l D"], ctx: Context, cache: tuple | None = None

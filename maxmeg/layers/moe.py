@@ -50,7 +50,7 @@ from maxmeg.ops.random import normal, split
 from maxmeg.parallel import collectives
 from maxmeg.parallel.collectives import stored, unshard_parameter
 from maxmeg.parallel.mesh import EXPERT_AXES, TOKEN_AXES
-from maxmeg.parallel.rules import is_frozen
+from maxmeg.parallel.parameter import info, parameter, state
 
 GATHER_AXES = tuple(axis for axis in EXPERT_AXES if axis in TOKEN_AXES)
 # The two parts of tensor: devices with different experts, and devices that share each expert.
@@ -163,10 +163,10 @@ class Experts(nnx.Module):
         inward, outward = ("expert", "embed", "expert_mlp"), ("expert", "expert_mlp", "embed")
 
         def matrix(key, sizes, std, axes):
-            return nnx.Param(std * normal(key, sizes), axes=axes, sizes=sizes)
+            return parameter(std * normal(key, sizes), *axes, sizes=sizes)
 
         def bias(size, axis):
-            return nnx.Param(jnp.zeros((E, size)), axes=("expert", axis)) if spec.bias else None
+            return parameter(jnp.zeros((E, size)), "expert", axis) if spec.bias else None
 
         gated = spec.is_gated
         self.up = matrix(keys[0], (E, D, F), spec.std, inward)
@@ -269,13 +269,11 @@ class Moe(Mixer):
         keys = split(key, 6)
         D, E = spec.hidden_size, spec.routing.num_experts
         self.spec = spec
-        self.router = nnx.Param(spec.std * normal(keys[0], (D, E)), axes=("norm", None))
+        self.router = parameter(spec.std * normal(keys[0], (D, E)), "norm", None)
 
-        def state(exists):
-            return nnx.Variable(jnp.zeros(E), axes=(None,), state=True) if exists else None
-
-        self.bias, self.load = state(spec.bias_balancing), state(spec.global_aux_loss)
-        self.logit_bias = nnx.Param(jnp.zeros(E), axes=(None,)) if spec.logit_bias else None
+        self.bias = state(jnp.zeros(E), None) if spec.bias_balancing else None
+        self.load = state(jnp.zeros(E), None) if spec.global_aux_loss else None
+        self.logit_bias = parameter(jnp.zeros(E), None) if spec.logit_bias else None
         self.experts = Experts(keys[1], spec)
         self.shared = Mlp(keys[2], spec.shared) if spec.shared_ffn_size else None
         gated = spec.shared_ffn_size and spec.shared_gate
@@ -318,9 +316,9 @@ class Moe(Mixer):
 
     def update(self, aux: dict[str, Array]) -> None:
         counts_E = aux[TOKENS]
-        if self.bias is not None and not is_frozen(self.bias):
+        if self.bias is not None and not info(self.bias).frozen:
             self.bias.set_value(updated_bias(self.bias[...], counts_E, self.spec.bias_rate))
-        if self.load is not None and not is_frozen(self.load):
+        if self.load is not None and not info(self.load).frozen:
             self.load.set_value(counts_E)
 
     def _logits(self, h_BLD: Float[Array, "B L D"], ctx: Context) -> Float[Array, "T E"]:

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 from maxmeg.ops.norm import norm
 from maxmeg.parallel.collectives import axis_size
 from maxmeg.parallel.mesh import TENSOR_AXES
+from maxmeg.parallel.parameter import parameter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,9 +36,9 @@ class Norm(nnx.Module):
     ):
         self.spec, self.over = spec, over
         initial = jnp.zeros if spec.one_plus else jnp.ones
-        self.weight = nnx.Param(initial(dim), axes=(axis,)) if weighted else None
+        self.weight = parameter(initial(dim), axis) if weighted else None
         biased = weighted and spec.bias and spec.kind == "layernorm"
-        self.bias = nnx.Param(jnp.zeros(dim), axes=(axis,)) if biased else None
+        self.bias = parameter(jnp.zeros(dim), axis) if biased else None
 
     @jax.named_scope("norm")
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
@@ -54,7 +55,7 @@ class GroupedNorm(nnx.Module):
 
     def __init__(self, width: int, groups: int, eps: float):
         self.groups, self.eps = groups, eps
-        self.weight = nnx.Param(jnp.ones(width), axes=("heads",))
+        self.weight = parameter(jnp.ones(width), "heads")
 
     @jax.named_scope("norm")
     def __call__(self, x_BLX: Float[Array, "B L X"]) -> Float[Array, "B L X"]:

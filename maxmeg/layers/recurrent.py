@@ -11,7 +11,6 @@ import typing
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from maxmeg.layers.cache import CacheSize
 from maxmeg.layers.context import Context
@@ -22,7 +21,7 @@ from maxmeg.layers.scan import Scan, ScanInputs, between, first_step_biases
 from maxmeg.ops.chunk_scan import ScanSpec
 from maxmeg.ops.random import split
 from maxmeg.parallel.collectives import stored
-from maxmeg.parallel.rules import set_kv_heads
+from maxmeg.parallel.parameter import annotate, parameter
 
 STORED = {"gate": "ssm_gate", "step": "ssm_step", "beta": "ssm_beta"}  # others: own names
 
@@ -122,12 +121,12 @@ class Recurrent(Mixer):
             conv = Depthwise(keys.pop(), width, spec.kernel_size, spec.conv_bias, axis)
             setattr(self, f"{name}_conv", conv)
         for name in ("key", "query", "key_conv", "query_conv"):
-            set_kv_heads(getattr(self, name), spec.groups)
+            annotate(getattr(self, name), num_kv_heads=spec.groups)
         rates_H = between(keys.pop(), spec.num_heads, *self.decays)
         biases_I = first_step_biases(keys.pop(), spec.projections["step"][0])
         biases_I = jnp.ones_like(biases_I) if self.constant_steps else biases_I
-        self.decay_log = nnx.Param(jnp.log(rates_H), axes=("heads",), exact=True)
-        self.step_bias = nnx.Param(biases_I, axes=("heads",), exact=True)
+        self.decay_log = parameter(jnp.log(rates_H), "heads", exact=True)
+        self.step_bias = parameter(biases_I, "heads", exact=True)
         sizes, axes = (spec.width, spec.hidden_size), ("heads", "embed")
         self.out = Linear(keys.pop(), sizes, axes, spec.out_std, spec.bias)
 

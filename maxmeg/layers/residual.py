@@ -16,6 +16,7 @@ from maxmeg.layers.stream import Side, Stream, side_context
 from maxmeg.ops.dropout import dropout
 from maxmeg.ops.random import split
 from maxmeg.parallel import collectives
+from maxmeg.parallel.parameter import state
 
 DROPOUT_PLACE = 1
 
@@ -62,8 +63,7 @@ class Residual(nnx.Module):
         self.norms = nnx.Dict(norms) if has_pre_norm and spec.own_norms else None
         self.post_norm = Norm(width, spec.norm) if place not in ("pre", "none") else None
         self.mixers = nnx.Dict(mixers)
-        one = nnx.Variable(jnp.ones(1), axes=(None,), state=True) if spec.has_scale else None
-        self.scale = one
+        self.scale = state(jnp.ones(1), None) if spec.has_scale else None
 
     def __call__(
         self, x: Stream, ctx: Context, cache: dict | None = None

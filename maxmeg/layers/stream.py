@@ -25,6 +25,7 @@ from maxmeg.layers.mixer import Mixer, MixerSpec, Widths
 from maxmeg.layers.norm import Norm, NormSpec
 from maxmeg.ops.random import normal, split
 from maxmeg.parallel import collectives
+from maxmeg.parallel.parameter import parameter
 
 Side = typing.Literal["source", "target"]
 Stream = dict[str, jax.Array]
@@ -54,7 +55,7 @@ class RelativeTable(nnx.Module):
     """Relative biases [N, H] of N buckets of distances."""
 
     def __init__(self, key: jax.Array, shape: tuple[int, int], std: float):
-        self.table = nnx.Param(std * normal(key, shape), axes=(None, "heads"))
+        self.table = parameter(std * normal(key, shape), None, "heads")
 
 
 class RelativeTables(nnx.Module):

@@ -13,6 +13,7 @@ from maxmeg.layers.norm import Norm, NormSpec
 from maxmeg.ops.activation import activate
 from maxmeg.ops.random import split
 from maxmeg.parallel import collectives
+from maxmeg.parallel.parameter import parameter
 
 COLUMNS = 8  # which a bias adds to the output weights: products of such widths are fast
 DENSE = ("embed", "norm")  # every device along tensor has the whole matrix
@@ -22,7 +23,7 @@ class VocabularyBias(nnx.Module):
     """A bias of each logit [V], padded like the vocabulary."""
 
     def __init__(self, padded_size: int):
-        self.bias = nnx.Param(jnp.zeros(padded_size), axes=("vocab",))
+        self.bias = parameter(jnp.zeros(padded_size), "vocab")
 
 
 class Bert(nnx.Module):

@@ -37,7 +37,8 @@ from maxmeg.ops.cross_entropy.call import (
 from maxmeg.ops.random import fold, split
 from maxmeg.parallel import collectives
 from maxmeg.parallel.batch import Batch
-from maxmeg.parallel.rules import set_gradient_dtype, shard_over_context
+from maxmeg.parallel.parameter import annotate
+from maxmeg.parallel.rules import shard_over_context
 from maxmeg.pipeline.layout import Layout, arrange
 
 ADAPTERS = 5  # number of the random key of LoRA adapters, after those of the plain model
@@ -297,7 +298,7 @@ def language_model(key: jax.Array, config: Config) -> LM:
         model = adapters.adapted(fold(key, ADAPTERS), model, spec, dtype, orders)
     if config.optim.qk_clip.threshold:
         set_qk_clip(model, QkClip(**vars(config.optim.qk_clip)))
-    set_gradient_dtype(model, jnp.dtype(config.parallel.gradient_dtype.value))
+    annotate(model, gradient_dtype=jnp.dtype(config.parallel.gradient_dtype.value))
     if config.parallel.fsdp_context:
         shard_over_context(model)
     return model

@@ -6,6 +6,8 @@ import typing
 import jax
 from flax import nnx
 
+from maxmeg.parallel.parameter import info, is_variable
+
 LAST = ("final_norm", "output", "mtp", "classifier")  # parts that read the stack's output
 
 
@@ -35,11 +37,7 @@ def outline(model: nnx.Module, vocab_size: int) -> str:
     return "\n".join([f"{type(model).__name__}: {count:,} parameters", *lines])
 
 
-def is_variable(leaf: typing.Any) -> bool:
-    return isinstance(leaf, nnx.Variable)
-
-
 def axes_of(leaf: typing.Any) -> tuple[str, ...]:
     """The logical axes of an array of one layer; "-": an axis that is never sharded."""
-    axes = leaf.get_metadata().get("axes", ()) if is_variable(leaf) else ("-",) * leaf.ndim
+    axes = info(leaf).axes if is_variable(leaf) else ("-",) * leaf.ndim
     return tuple(axis or "-" for axis in axes)

@@ -14,7 +14,7 @@ from flax import nnx
 
 from maxmeg.config.optimizers import AdafactorConfig
 from maxmeg.optim.trees import map_variables, without_matrix
-from maxmeg.parallel.rules import has_matrices
+from maxmeg.parallel.parameter import info
 
 TINY = 1e-30  # added to squared gradients
 SMALLEST_RMS = 1e-3  # of a parameter that scales its updates
@@ -39,7 +39,7 @@ def scale_by_adafactor(config: AdafactorConfig) -> optax.GradientTransformation:
         def one(p: nnx.Variable) -> tuple:
             zeros, none = p.replace(jnp.zeros_like(p.get_value())), p.replace(None)
             mu = zeros if config.momentum else none
-            if not has_matrices(p):
+            if not info(p).has_matrices:
                 return mu, zeros, none, none
             rows, columns = (jnp.zeros((*p.shape[:-2], p.shape[dim])) for dim in (-2, -1))
             return mu, none, without_matrix(p, rows), without_matrix(p, columns)

@@ -16,7 +16,7 @@ from maxmeg.optim.muon import scale_by_muon
 from maxmeg.optim.soap import scale_by_soap
 from maxmeg.optim.storage import stored
 from maxmeg.optim.trees import is_matrix_of_layer
-from maxmeg.parallel.rules import has_matrices, is_variable
+from maxmeg.parallel.parameter import info, is_variable
 from maxmeg.runtime.metrics.parameter_table import short_name
 
 
@@ -52,7 +52,7 @@ def decays(variable: nnx.Variable) -> bool:
     The logical axes decide. Embeddings, projections, experts, routers and LoRA matrices decay;
     norms, biases (also [E, F] of experts: one vector per expert) and attention sinks do not.
     """
-    return has_matrices(variable)
+    return info(variable).has_matrices
 
 
 def mup_factors(config: OptimConfig, width: float) -> tuple[float, float]:
@@ -83,7 +83,7 @@ def descend(config: OptimConfig, width: float = 1.0) -> optax.GradientTransforma
 
     def rate(path, parameter) -> float:
         if is_matrix_of_layer(path, parameter):
-            return 1.0 if "lora" in parameter.get_metadata("axes") else of_matrices
+            return 1.0 if "lora" in info(parameter).axes else of_matrices
         return ratio * of_others
 
     def update(updates, state, params=None, **rates):

@@ -27,7 +27,7 @@ from maxmeg.config.schema import OptimConfig
 from maxmeg.optim.trees import part
 from maxmeg.optim.whole_matrices import Axes, on_whole_matrices
 from maxmeg.parallel.mesh import TENSOR_AXES
-from maxmeg.parallel.rules import is_variable
+from maxmeg.parallel.parameter import info, is_variable
 from maxmeg.parallel.trainable import joined
 
 EPSILON = 1e-15  # smallest Frobenius norm
@@ -158,7 +158,7 @@ def exchanged_over(
 def parts(variable: nnx.Variable, muon: MuonConfig) -> tuple[int, ...]:
     """The widths of the matrices that the columns of a variable are, again and again: with
     `per_head` those of a head's parts (layers.linear), else one for all columns."""
-    of_head = variable.get_metadata("parts", ()) if muon.per_head else ()
+    of_head = info(variable).head_parts if muon.per_head else ()
     return of_head or variable.shape[-1:]
 
 

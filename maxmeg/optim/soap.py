@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from maxmeg.config.schema import OptimConfig
 from maxmeg.optim.trees import factor, map_variables, part
 from maxmeg.optim.whole_matrices import on_whole_matrices
-from maxmeg.parallel.rules import Side
+from maxmeg.parallel.parameter import Side
 from maxmeg.parallel.trainable import joined
 
 

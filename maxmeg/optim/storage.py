@@ -21,7 +21,7 @@ from flax import nnx
 
 from maxmeg.config.schema import Moments
 from maxmeg.ops.random import fold, random_bits
-from maxmeg.parallel.rules import BLOCK_SIZE, has_matrices, is_exact, is_trained, is_variable
+from maxmeg.parallel.parameter import info, is_variable, replaced
 
 BLOCK = 128  # largest number of elements with one scale
 FIRST, SECOND = ("mu", "trace"), ("nu",)  # fields of optimizer states
@@ -74,8 +74,8 @@ def encode(state, moments: Moments, key: jax.Array, layers: Layers = ()):
         if moments is Moments.bfloat16:
             return leaf.replace(to_bfloat16(x, drawn[name])), leaf.replace(None)
         codes, scales = (to_squares if field in SECOND else to_float8)(x, drawn[name])
-        block = {BLOCK_SIZE: x.shape[-1] // scales.shape[-1]}
-        return leaf.replace(codes), leaf.replace(scales, **block)
+        block = x.shape[-1] // scales.shape[-1]
+        return leaf.replace(codes), replaced(leaf, scales, block_size=block)
 
     leaves, structure = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_variable)
     parts = zip(*[one(path, leaf) for path, leaf in leaves], strict=True)
@@ -108,7 +108,7 @@ def decode(state, moments: Moments):
 def _field_and_name(path, leaf) -> tuple[str, str]:
     """The field of the state that a moment of a matrix is in, and its parameter's name; "" for all
     else."""
-    if is_variable(leaf) and leaf.get_value() is not None and has_matrices(leaf):
+    if is_variable(leaf) and leaf.get_value() is not None and info(leaf).has_matrices:
         fields = [key.name for key in path if getattr(key, "name", "") in FIRST + SECOND]
         if fields:
             return fields[0], parameter_name(path)
@@ -198,7 +198,11 @@ def of_squares(codes: jax.Array, scale: jax.Array) -> jax.Array:
 def has_remainder(variable: nnx.Variable) -> bool:
     """Whether optim.masters=remainders divides the variable: weights that are trained and computed
     in bfloat16."""
-    return variable.get_value() is not None and is_trained(variable) and not is_exact(variable)
+    return (
+        variable.get_value() is not None
+        and info(variable).is_trained
+        and not info(variable).is_exact
+    )
 
 
 def divided(model):

@@ -6,7 +6,14 @@ from collections.abc import Callable
 import jax
 from flax import nnx
 
-from maxmeg.parallel.rules import FACTOR, MATRIX, STACKING_AXES, Side, is_variable, logical_axes
+from maxmeg.parallel.parameter import (
+    STACKING_AXES,
+    Side,
+    info,
+    is_variable,
+    logical_axes,
+    replaced,
+)
 
 OF_LAYERS = ("stack", "mtp")  # parts of a model with matrices that Muon and SOAP update
 
@@ -56,10 +63,10 @@ def map_variables(function: Callable[..., tuple], *trees) -> tuple:
 def without_matrix(variable: nnx.Variable, value) -> nnx.Variable:
     """A variable of `value`, whose shape has one dimension in place of the matrices of `variable`.
     It is not sharded but by ZeRO-1; stacks are sharded as before."""
-    axes = (*variable.get_metadata("axes")[:-2], None)
-    return variable.replace(value, axes=axes, sizes=(), num_kv_heads=0)
+    axes = (*info(variable).axes[:-2], None)
+    return replaced(variable, value, axes=axes, sizes=(), num_kv_heads=0)
 
 
 def factor(parameter: nnx.Variable, value, side: Side) -> nnx.Variable:
     """A variable of `value`, a factor of the matrices of `parameter`."""
-    return parameter.replace(value, **{FACTOR: side, MATRIX: parameter.shape[-2:]})
+    return replaced(parameter, value, side=side, matrix=parameter.shape[-2:])

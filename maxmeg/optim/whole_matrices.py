@@ -20,7 +20,8 @@ from jax.sharding import PartitionSpec as P
 
 from maxmeg.parallel import collectives
 from maxmeg.parallel.mesh import MESH_AXES
-from maxmeg.parallel.rules import FACTOR, Side, storage_axes
+from maxmeg.parallel.parameter import Side, info
+from maxmeg.parallel.rules import storage_axes
 from maxmeg.parallel.spmd import spmd
 
 Axes = tuple[str, ...]
@@ -45,7 +46,7 @@ def on_whole_matrices(
 ) -> tuple[nnx.Variable, ...]:
     """The variables with the results of `function`, one for each of them, sharded as before.
 
-    variables: a parameter [..., rows, columns] or arrays like it, and its factors (rules.Side); the
+    variables: a parameter [..., rows, columns] or arrays like it, and its factors (Side); the
     first is not a factor. function: of arrays [..., rows, columns] of whole matrices. mesh, zero1:
     how the parameter is sharded; mesh None: the arrays are whole. exchanged: picks, from the mesh
     axes that shard the columns and the sizes of all axes, those to exchange columns over; columns
@@ -87,7 +88,7 @@ def plan(
     copies = copied_over(set(itertools.chain(*shards)), count(every), number, count)
     routes = []
     for variable in variables:
-        side, over = variable.get_metadata().get(FACTOR), storage_axes(variable, mesh, zero1)[-2]
+        side, over = info(variable).side, storage_axes(variable, mesh, zero1)[-2]
         route = [(rows, 1), (columns, 2)]
         if side is Side.left:
             route = [(over, 1), (every[len(over) :], None)]

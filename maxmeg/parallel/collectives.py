@@ -18,7 +18,8 @@ from jax.ad_checkpoint import Offloadable, checkpoint_name
 
 from maxmeg.config.recompute import NAMES
 from maxmeg.parallel.mesh import MESH_AXES, TENSOR_AXES
-from maxmeg.parallel.rules import fsdp_axes, fsdp_dim, gradient_dtype, is_variable
+from maxmeg.parallel.parameter import info, is_variable, replaced
+from maxmeg.parallel.rules import fsdp_dim
 from maxmeg.processes.host import HOST
 
 PIPE_AXIS = "pipe"
@@ -179,9 +180,10 @@ def unshard_parameter(parameter) -> jax.Array:
     Its gradient is summed and scattered in its `gradient_dtype`.
     """
     value, dim = parameter[...], gathered_dim(parameter)
-    if dim is None or parameter.get_metadata("whole", False):
+    about = info(parameter)
+    if dim is None or about.is_gathered:
         return value
-    return _summed_back(fsdp_axes(parameter), dim, gradient_dtype(parameter), 1, value)
+    return _summed_back(about.fsdp_axes, dim, about.gradient_dtype, 1, value)
 
 
 def gather_exact(x: jax.Array, axes: tuple[str, ...], dim: int, nodes: int = 1) -> jax.Array:
@@ -195,7 +197,7 @@ def gather_exact(x: jax.Array, axes: tuple[str, ...], dim: int, nodes: int = 1) 
 def gathered_dim(parameter) -> int | None:
     """The dimension along which fsdp gathers a parameter; None: fsdp does not shard it."""
     mesh = jax.sharding.get_abstract_mesh()
-    return fsdp_dim(parameter, mesh) if present(fsdp_axes(parameter)) else None
+    return fsdp_dim(parameter, mesh) if present(info(parameter).fsdp_axes) else None
 
 
 def has_sharded(tree) -> bool:
@@ -207,7 +209,7 @@ def has_sharded(tree) -> bool:
 
 def gather_parameters(tree):
     """`tree` with every variable gathered over fsdp. Layers need it marked by `whole`."""
-    return _map_sharded(lambda node, dim: gather(node.get_value(), fsdp_axes(node), dim), tree)
+    return _map_sharded(lambda node, dim: gather(node.get_value(), info(node).fsdp_axes, dim), tree)
 
 
 def scatter_gradients(tree):
@@ -215,7 +217,8 @@ def scatter_gradients(tree):
     shard, in their `gradient_dtype`. Other gradients stay as they are."""
 
     def scattered(node, dim: int) -> jax.Array:
-        return scatter(node.get_value().astype(gradient_dtype(node)), fsdp_axes(node), dim)
+        about = info(node)
+        return scatter(node.get_value().astype(about.gradient_dtype), about.fsdp_axes, dim)
 
     return _map_sharded(scattered, tree)
 
@@ -240,10 +243,7 @@ def whole(tree):
     are."""
 
     def one(node):
-        if is_variable(node):
-            node = node.copy()
-            node.set_metadata(whole=True)
-        return node
+        return replaced(node, node.get_value(), is_gathered=True) if is_variable(node) else node
 
     return jax.tree.map(one, tree, is_leaf=is_variable)
 

@@ -1,12 +1,7 @@
-"""The one table from logical axes to mesh axes, and every partition spec derived from it.
-
-Each parameter is an `nnx.Param`, and each state of a layer another `nnx.Variable`, with metadata
-`axes`: a logical name (or None) per dimension. Stacking over layers adds a leading dimension,
-"layers".
-"""
+"""The one table from the logical axes of parameters (parameter.py) to mesh axes, and all partition
+specs derived from it."""
 
 import dataclasses
-import enum
 import itertools
 import math
 
@@ -17,6 +12,15 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from maxmeg.parallel.mesh import CONTEXT_AXES, EXPERT_AXES, MESH_AXES, TENSOR_AXES
+from maxmeg.parallel.parameter import (
+    Cut,
+    Side,
+    annotate,
+    info,
+    is_variable,
+    logical_axes,
+    num_stacked,
+)
 
 RULES: dict[str | None, tuple[str, ...]] = {
     "layers": ("pipe",),
@@ -35,91 +39,15 @@ RULES: dict[str | None, tuple[str, ...]] = {
     "lora": (),  # the rank of adapters
     None: (),
 }
-FSDP_AXES = ("fsdp",)
 ZERO1_AXES = ("pipe", "data", "expert", "context")  # ZeRO-1 shards what they replicate
-STACKING_AXES = ("layers", "expert")  # dimensions along which whole parameters are stacked
-BLOCK_SIZE = "block_size"  # metadata of scales: elements along the last dimension with one scale
-FACTOR = "factor"  # metadata of factors: the Side
-MATRIX = "matrix"  # metadata of factors: the shape (m, n) of the matrix
-
-
-class Side(enum.Enum):
-    """A factor is an array [..., m, m] (left) or [..., n, n] (right) of an optimizer's state for
-    parameters [..., m, n], with the metadata of the parameter."""
-
-    left = "left"
-    right = "right"
-
-
-def is_variable(node) -> bool:
-    return isinstance(node, nnx.Variable)
-
-
-def is_frozen(variable: nnx.Variable) -> bool:
-    """Whether the variable belongs to the frozen base of adapters."""
-    return variable.get_metadata("frozen", False)
-
-
-def is_state(variable: nnx.Variable) -> bool:
-    """Whether the train step sets the variable from auxiliary values of its layer: it has no
-    gradient and no optimizer state, and is never rounded to the compute dtype."""
-    return variable.get_metadata("state", False)
-
-
-def is_exact(variable: nnx.Variable) -> bool:
-    """Whether the variable is never rounded to the compute dtype: states, and parameters with
-    `exact` in their metadata."""
-    return is_state(variable) or variable.get_metadata("exact", False)
-
-
-def is_trained(variable: nnx.Variable) -> bool:
-    """Whether the optimizer updates the variable."""
-    return not (is_frozen(variable) or is_state(variable))
-
-
-def logical_axes(variable: nnx.Variable) -> tuple[str | None, ...]:
-    """Logical names of the variable's dimensions, with a leading "layers" if it is stacked."""
-    axes = variable.get_metadata("axes")
-    return ("layers",) * (variable.ndim - len(axes)) + axes
-
-
-def has_matrices(variable: nnx.Variable) -> bool:
-    """Whether the variable is a matrix or a stack of matrices, not of vectors or scalars."""
-    axes = variable.get_metadata("axes")
-    return sum(axis not in STACKING_AXES for axis in axes) >= 2
-
-
-def set_kv_heads(module, num_kv_heads: int) -> None:
-    """Record the number of key/value heads in the metadata of every parameter of `module` with a
-    "kv_heads" dimension. That dimension is never sharded inside a head."""
-    for variable in jax.tree.leaves(module, is_leaf=is_variable):
-        if "kv_heads" in variable.get_metadata()["axes"]:
-            variable.set_metadata(num_kv_heads=num_kv_heads)
-
-
-def set_gradient_dtype(module, dtype: jnp.dtype) -> None:
-    """Record in the metadata of every parameter of `module` the dtype in which its gradient is
-    summed over devices."""
-    for variable in jax.tree.leaves(module, is_leaf=is_variable):
-        variable.set_metadata(gradient_dtype=dtype)
-
-
-def gradient_dtype(variable: nnx.Variable) -> jnp.dtype:
-    """The dtype of `set_gradient_dtype`; float32 without it."""
-    return variable.get_metadata().get("gradient_dtype", jnp.dtype(jnp.float32))
 
 
 def shard_over_context(module) -> None:
-    """Record in the metadata of every parameter of `module` that fsdp shards it over context too.
-    Not of experts: different ones lie along context."""
+    """Let fsdp shard every parameter of `module` over context too, but not experts: different ones
+    lie along context."""
     for variable in jax.tree.leaves(module, is_leaf=is_variable):
-        if "expert" not in variable.get_metadata()["axes"]:
-            variable.set_metadata(fsdp_axes=(*FSDP_AXES, *CONTEXT_AXES))
-
-
-def fsdp_axes(variable: nnx.Variable) -> tuple[str, ...]:
-    """Mesh axes over which fsdp shards a matrix: with `shard_over_context` also context."""
-    return variable.get_metadata().get("fsdp_axes", FSDP_AXES)
+        if "expert" not in info(variable).axes:
+            annotate(variable, fsdp_axes=("fsdp", *CONTEXT_AXES))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,9 +62,9 @@ class KvSlice:
 def kv_slice(variable: nnx.Variable, mesh: Mesh | AbstractMesh) -> KvSlice | None:
     """The parameter's KvSlice; None if it has no key/value heads, or at least as many as tensor has
     devices. Then RULES shard the dimension like any other."""
-    num_heads = variable.get_metadata().get("num_kv_heads", 0)
+    num_heads = info(variable).num_kv_heads
     tensor = math.prod(mesh.shape[axis] for axis in RULES["kv_heads"])
-    if not 0 < num_heads < tensor:
+    if not 0 < num_heads < tensor or "kv_heads" not in info(variable).axes:
         return None
     assert tensor % num_heads == 0  # by config.validate
     return KvSlice(logical_axes(variable).index("kv_heads"), num_heads)
@@ -146,16 +74,14 @@ def fsdp_dim(variable: nnx.Variable, mesh: Mesh | AbstractMesh) -> int | None:
     """The dimension of a matrix that fsdp shards; None for other parameters.
 
     The first one (after those of layers and experts) that all devices divide: there gathers and
-    scatters need no transposed copy. If there is none, or the metadata have no `sizes` (the global
-    size of each dimension, without layers), "embed".
+    scatters need no transposed copy. If there is none, or the parameter has no `sizes`, "embed".
     """
-    metadata = variable.get_metadata()
-    axes = metadata["axes"]
+    about, first = info(variable), num_stacked(variable)
+    axes = about.axes
     if "embed" not in axes:
         return None
-    first = variable.ndim - len(axes)  # after layers
-    for dim, size in enumerate(metadata.get("sizes", ())):
-        devices = math.prod(mesh.shape[axis] for axis in (*RULES[axes[dim]], *fsdp_axes(variable)))
+    for dim, size in enumerate(about.sizes):
+        devices = math.prod(mesh.shape[axis] for axis in (*RULES[axes[dim]], *about.fsdp_axes))
         if axes[dim] != "expert" and size % devices == 0:
             return first + dim
     return first + axes.index("embed")
@@ -168,16 +94,8 @@ def mesh_axes(variable: nnx.Variable, mesh: Mesh | AbstractMesh) -> list[tuple[s
         axes[replicated.dim] = ()
     dim = fsdp_dim(variable, mesh)
     if dim is not None:
-        axes[dim] = (*axes[dim], *fsdp_axes(variable))
+        axes[dim] = (*axes[dim], *info(variable).fsdp_axes)
     return axes
-
-
-@dataclasses.dataclass(frozen=True)
-class Cut:
-    """Dimension `dim` of a parameter's master and optimizer state is also sharded over `axes`."""
-
-    dim: int
-    axes: tuple[str, ...]
 
 
 def zero1_cut(variable: nnx.Variable, mesh: Mesh | AbstractMesh) -> Cut | None:
@@ -188,7 +106,7 @@ def zero1_cut(variable: nnx.Variable, mesh: Mesh | AbstractMesh) -> Cut | None:
     A variable that is not trained has none: it has no optimizer state, and would be gathered every
     step.
     """
-    if not is_trained(variable):
+    if not info(variable).is_trained:
         return None
     names, sliced = logical_axes(variable), kv_slice(variable, mesh)
     shards = mesh_axes(variable, mesh)
@@ -211,11 +129,11 @@ def zero1_cut(variable: nnx.Variable, mesh: Mesh | AbstractMesh) -> Cut | None:
 def parameter_shape(variable: nnx.Variable) -> tuple[int, ...]:
     """The shape of the variable or, if it holds the scales of a moment, of that moment, or of the
     parameter whose factor it is."""
-    shape = variable.shape
-    if matrix := variable.get_metadata().get(MATRIX):
-        return (*shape[:-2], *matrix)
-    if block := variable.get_metadata().get(BLOCK_SIZE):
-        return (*shape[:-1], shape[-1] * block)
+    shape, about = variable.shape, info(variable)
+    if about.matrix:
+        return (*shape[:-2], *about.matrix)
+    if about.block_size:
+        return (*shape[:-1], shape[-1] * about.block_size)
     return shape
 
 
@@ -233,10 +151,10 @@ def storage_axes(
     cut = zero1_cut(variable, mesh) if zero1 else None
     if cut is not None:
         axes[cut.dim] = (*axes[cut.dim], *cut.axes)
-    if axes and variable.get_metadata().get(BLOCK_SIZE):
+    if axes and info(variable).block_size:
         shards = math.prod(mesh.shape[axis] for axis in axes[-1])
         axes[-1] = axes[-1] if variable.shape[-1] % shards == 0 else ()
-    if side := variable.get_metadata().get(FACTOR):
+    if side := info(variable).side:
         every, size = (*axes[-2], *axes[-1]), variable.shape[-1]
         starts = range(len(every) + 1)
         runs = [every[n:] if side is Side.right else every[: len(every) - n] for n in starts]
@@ -273,8 +191,9 @@ def reductions(model, mesh: Mesh, zero1: bool):
         used = {axis for axes in storage_axes(variable, mesh, zero1) for axis in axes}
         summed = tuple(axis for axis in MESH_AXES if axis not in used)
         sliced = kv_slice(variable, mesh)
-        dtype = gradient_dtype(variable)
-        return variable.replace(Reduction(cut, summed, dtype, is_exact(variable), sliced))
+        about = info(variable)
+        reduction = Reduction(cut, summed, about.gradient_dtype, about.is_exact, sliced)
+        return variable.replace(reduction)
 
     return jax.tree.map(one, model, is_leaf=is_variable)
 

@@ -1,6 +1,6 @@
 """The trained, frozen and saved parts of a model or a train state.
 
-The metadata of a variable decides (parallel/rules.py). A part is the whole tree with None instead
+The ParameterInfo of a variable decides. A part is the whole tree with None instead
 of all other arrays, so that gradients and moments exist for the trained part alone.
 """
 
@@ -8,27 +8,27 @@ from collections.abc import Callable
 
 import jax
 
-from maxmeg.parallel.rules import is_frozen, is_trained, is_variable
+from maxmeg.parallel.parameter import info, is_variable
 
 
 def trained(tree):
     """`tree` without the arrays of variables that are not trained."""
-    return part(tree, is_trained, others=True)
+    return part(tree, lambda variable: info(variable).is_trained, others=True)
 
 
 def fixed(tree):
     """`tree` with only the arrays without a gradient: frozen weights and state."""
-    return part(tree, lambda variable: not is_trained(variable), others=False)
+    return part(tree, lambda variable: not info(variable).is_trained, others=False)
 
 
 def frozen(tree):
     """`tree` with only the arrays of the frozen base; none without adapters."""
-    return part(tree, is_frozen, others=False)
+    return part(tree, lambda variable: info(variable).frozen, others=False)
 
 
 def saved(tree):
     """`tree` without the frozen base, as in checkpoints."""
-    return part(tree, lambda variable: not is_frozen(variable), others=True)
+    return part(tree, lambda variable: not info(variable).frozen, others=True)
 
 
 def part(tree, wanted: Callable, others: bool):

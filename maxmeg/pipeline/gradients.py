@@ -16,7 +16,7 @@ from maxmeg.layers.auxiliary import start_values
 from maxmeg.ops.broadcast import zeros_after
 from maxmeg.parallel import collectives
 from maxmeg.parallel.maxima import combine
-from maxmeg.parallel.rules import Cut
+from maxmeg.parallel.parameter import Cut
 from maxmeg.parallel.trainable import joined, without
 from maxmeg.pipeline.residuals import combine_at, read, write
 from maxmeg.pipeline.weights import GroupWeights

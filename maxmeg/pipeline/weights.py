@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from maxmeg.parallel import collectives
+from maxmeg.parallel.parameter import info
 from maxmeg.parallel.trainable import joined, part, without
 from maxmeg.pipeline.residuals import read, write
-from maxmeg.weights.zero1 import cut_of, gather_layer
+from maxmeg.weights.zero1 import gather_layer
 
 
 class GroupWeights:
@@ -23,7 +24,7 @@ class GroupWeights:
     def __init__(self, group, divide: Callable, slots: int, chunks: int):
         self.divide = divide
         self.slots, self.chunks = slots, chunks
-        self.cut = part(group, lambda weight: cut_of(weight) is not None, others=False)
+        self.cut = part(group, lambda weight: info(weight).cut is not None, others=False)
         self.others = without(group, self.cut)
         self.has_cuts = bool(jax.tree.leaves(self.cut))
         self.row = jax.eval_shape(lambda: gather_layer(read(self.cut, 0)))

@@ -17,14 +17,8 @@ from jax.sharding import Mesh
 
 from maxmeg.config.parallel import GPUS_A_NODE
 from maxmeg.parallel.mesh import MESH_AXES
-from maxmeg.parallel.rules import (
-    fsdp_axes,
-    fsdp_dim,
-    gradient_dtype,
-    is_variable,
-    storage_axes,
-    zero1_cut,
-)
+from maxmeg.parallel.parameter import info, is_variable, num_stacked
+from maxmeg.parallel.rules import fsdp_dim, storage_axes, zero1_cut
 from maxmeg.runtime.platform import choose_platform, uses_gpu
 
 # Fraction of a GPU's memory that XLA preallocates as its pool; XLA's default is 0.75. Arrays, the
@@ -240,14 +234,14 @@ def largest_shard(model, mesh: Mesh, zero1: bool) -> int:
     of its gradient: over fsdp or, without, over the axes of ZeRO-1."""
     sizes = [0]
     for variable in jax.tree.leaves(model, is_leaf=is_variable):
-        layers = variable.ndim - len(variable.get_metadata()["axes"])  # their dimensions come first
+        layers = num_stacked(variable)  # their dimensions come first
         is_cut = zero1 and zero1_cut(variable, mesh) is not None
-        has_fsdp = any(mesh.shape[axis] > 1 for axis in fsdp_axes(variable))
+        has_fsdp = any(mesh.shape[axis] > 1 for axis in info(variable).fsdp_axes)
         if layers and fsdp_dim(variable, mesh) is not None and (has_fsdp or is_cut):
             axes = itertools.chain(*storage_axes(variable, mesh, zero1=not has_fsdp)[layers:])
             devices = math.prod(mesh.shape[axis] for axis in axes)
             elements = math.prod(variable.shape[layers:]) // devices
-            sizes.append(elements * gradient_dtype(variable).itemsize)
+            sizes.append(elements * info(variable).gradient_dtype.itemsize)
     return max(sizes)
 
 

@@ -15,8 +15,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
-from maxmeg.parallel.rules import Cut, fsdp_axes, fsdp_dim, gradient_dtype, is_trained, is_variable
-from maxmeg.weights.zero1 import cut_of
+from maxmeg.parallel.parameter import Cut, info, is_variable, replaced
+from maxmeg.parallel.rules import fsdp_dim
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,15 +37,14 @@ class Fuse:
         for module in _modules(model):
             for names in _groups(module):
                 weights = [_weight(module, name) for name in names]
-                if not can_fuse(weights, {cut_of(weight) for weight in weights}, self.mesh):
+                if not can_fuse(weights, {info(weight).cut for weight in weights}, self.mesh):
                     continue
                 first, widths = weights[0], tuple(weight.shape[-1] for weight in weights)
-                columns = sum(weight.get_metadata("sizes")[-1] for weight in weights)
-                sizes = (*first.get_metadata("sizes")[:-1], columns)
+                columns = sum(info(weight).sizes[-1] for weight in weights)
+                sizes = (*info(first).sizes[:-1], columns)
                 value = jnp.concatenate([weight[...] for weight in weights], axis=-1)
-                _set_weight(
-                    module, names[0], first.replace(value, fused_widths=widths, sizes=sizes)
-                )
+                fused = replaced(first, value, fused_widths=widths, sizes=sizes)
+                _set_weight(module, names[0], fused)
                 for name, weight in zip(names[1:], weights[1:], strict=True):
                     _set_weight(module, name, weight.replace(None))
         return model
@@ -55,7 +54,7 @@ class Fuse:
         for module, like in zip(_modules(gradients), _modules(self.trained), strict=True):
             for names in _groups(module):
                 first = _weight(module, names[0])
-                if (widths := fused_widths(first)) is None:
+                if not (widths := info(first).fused_widths):
                     continue
                 parts = split_columns(first[...], widths)
                 for name, part in zip(names, parts, strict=True):
@@ -70,11 +69,6 @@ def fused_groups(model) -> Iterator[tuple[nnx.Variable, ...]]:
             yield tuple(_weight(module, name) for name in names)
 
 
-def fused_widths(weight: nnx.Variable) -> tuple[int, ...] | None:
-    """Local output widths of the projections in a fused weight; None for any other weight."""
-    return weight.get_metadata("fused_widths", None)
-
-
 def split_columns(array: jax.Array, widths: tuple[int, ...]) -> list[jax.Array]:
     """The parts of these widths of the last dimension."""
     return jnp.split(array, np.cumsum(widths)[:-1], axis=-1)
@@ -85,11 +79,12 @@ def can_fuse(
 ) -> bool:
     """Whether trained weights differ at most in the width of their last dimension, and neither fsdp
     nor ZeRO-1 shards it. cuts: of ZeRO-1."""
-    if not all(is_trained(weight) for weight in weights) or len(cuts) > 1:
+    if not all(info(weight).is_trained for weight in weights) or len(cuts) > 1:
         return False
     (cut,), last = cuts, weights[0].ndim - 1
     kinds = {
-        (w.shape[:-1], w.dtype, fsdp_dim(w, mesh), fsdp_axes(w), gradient_dtype(w)) for w in weights
+        (w.shape[:-1], w.dtype, fsdp_dim(w, mesh), info(w).fsdp_axes, info(w).gradient_dtype)
+        for w in weights
     }
     sharded = fsdp_dim(weights[0], mesh), None if cut is None else cut.dim
     return len(kinds) == 1 and last not in sharded

@@ -31,8 +31,8 @@ from maxmeg.parallel.collectives import (
     unshard_parameter,
 )
 from maxmeg.parallel.mesh import MESH_AXES
-from maxmeg.parallel.rules import Cut, mesh_axes
-from maxmeg.weights.zero1 import cut_of
+from maxmeg.parallel.parameter import Cut, ParameterInfo, info, num_stacked, replaced
+from maxmeg.parallel.rules import mesh_axes
 
 MULTIPLE = 16  # sizes of matrices that cuBLAS multiplies
 KEY = 2**20  # folded into a step's key: of the rounding of gradients (layers are fewer)
@@ -54,11 +54,11 @@ class Codes(nnx.Module):
         keys: jax.Array | None = None,
     ):
         def variable(array: jax.Array, *axes: None) -> nnx.Variable:
-            return nnx.Variable(array, axes=axes, frozen=True, exact=True)
+            return nnx.Variable(array, info=ParameterInfo(axes, frozen=True, exact=True))
 
         def stored(array: jax.Array) -> nnx.Variable:
             if array.ndim == weight.ndim:
-                return weight.replace(array, frozen=True, exact=True, cut=None)
+                return replaced(weight, array, frozen=True, exact=True, cut=None)
             return variable(array)
 
         self.copies = nnx.List([nnx.List([stored(array) for array in copy]) for copy in copies])
@@ -120,7 +120,7 @@ class Quantize:
         key = jax.random.wrap_key_data(self.raw_key) if draws else None
         rows = zip(matrices, weights, quantized, strict=True)
         for number, ((module, name), weight, copies) in enumerate(rows):
-            copies = jax.tree.map(functools.partial(gathered, cut_of(weight)), copies)
+            copies = jax.tree.map(functools.partial(gathered, info(weight).cut), copies)
             keys = None if key is None else layer_keys(fold(key, KEY, number), weight)
             module.codes = module.codes | {name: Codes(weight, copies, recipe, keys)}
         return model
@@ -139,7 +139,7 @@ def gathered(cut: Cut | None, array: jax.Array) -> jax.Array:
 
 def layer_keys(key: jax.Array, weight: nnx.Variable) -> jax.Array:
     """The data of a key for each of this stage's layers of the weight: [.., 2]."""
-    layers = weight.shape[: layers_of(weight)]
+    layers = weight.shape[: num_stacked(weight)]
     key = fold(key, axis_index((PIPE_AXIS,)))
     keys = [jax.random.key_data(fold(key, layer)) for layer in range(math.prod(layers))]
     return jnp.stack(keys).reshape(*layers, 2)
@@ -152,7 +152,7 @@ def quantized_weights(weights: list[nnx.Variable], recipe: Recipe, before) -> li
             raise ValueError(
                 f"train.quantization.recipe has blocks of {recipe.block} weights, so the sizes of "
                 f"the {weight.shape[-2]} x {weight.shape[-1]} shard of a matrix "
-                f"{weight.get_metadata('sizes')} must be multiples of {recipe.block}: lower "
+                f"{info(weight).sizes} must be multiples of {recipe.block}: lower "
                 "parallel.fsdp, tensor or (with zero1) data, or set "
                 "train.quantization.recipe=tensorwise"
             )
@@ -166,14 +166,9 @@ def quantized_weights(weights: list[nnx.Variable], recipe: Recipe, before) -> li
     return [recipe.weights(w[...], most) for w, most in zip(weights, largest, strict=True)]
 
 
-def layers_of(weight: nnx.Variable) -> int:
-    """Number of leading dimensions over which layers are stacked."""
-    return weight.ndim - len(weight.get_metadata("axes"))
-
-
 def largest_of_layers(weight: nnx.Variable) -> jax.Array:
     """The largest magnitude in each layer of the local weight."""
-    return jnp.max(jnp.abs(weight[...]), axis=range(layers_of(weight), weight.ndim))
+    return jnp.max(jnp.abs(weight[...]), axis=range(num_stacked(weight), weight.ndim))
 
 
 def max_of_devices(maxima: list[jax.Array], weights, before) -> list[jax.Array]:
@@ -182,7 +177,7 @@ def max_of_devices(maxima: list[jax.Array], weights, before) -> list[jax.Array]:
     maxima = list(maxima)
     for has_layers in (False, True):  # stages have different layers; the others are on all
         axes = tuple(axis for axis in MESH_AXES if axis != PIPE_AXIS or not has_layers)
-        members = [i for i, weight in enumerate(weights) if (layers_of(weight) > 0) == has_layers]
+        members = [i for i, weight in enumerate(weights) if (num_stacked(weight) > 0) == has_layers]
         if members:
             before = max_over(after([maxima[i] for i in members], before), axes)
             for i, most in zip(members, before, strict=True):
@@ -195,7 +190,7 @@ def _largest_of_columns(weights: list[nnx.Variable], before) -> list[jax.Array]:
     a part of the column."""
     mesh, largest = jax.sharding.get_abstract_mesh(), []
     for weight in weights:
-        axes, cut = mesh_axes(weight, mesh)[-2], cut_of(weight)
+        axes, cut = mesh_axes(weight, mesh)[-2], info(weight).cut
         if cut is not None and cut.dim == weight.ndim - 2:
             axes = (*axes, *cut.axes)
         most = jnp.max(jnp.abs(weight[...]), axis=-2, keepdims=True)
@@ -230,5 +225,5 @@ def quantized_matrices(model, recipe: Recipe) -> list[tuple]:
 def _is_quantized(weight: nnx.Variable | None, multiple: int) -> bool:
     if weight is None or weight.get_value() is None:
         return False
-    *_, rows, columns = weight.get_metadata("sizes")
+    *_, rows, columns = info(weight).sizes
     return rows % multiple == columns % multiple == 0

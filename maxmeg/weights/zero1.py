@@ -7,13 +7,13 @@ from collections.abc import Callable
 import jax
 
 from maxmeg.parallel.collectives import after, gather, scatter
-from maxmeg.parallel.rules import Cut, gradient_dtype, is_variable
+from maxmeg.parallel.parameter import Cut, info, is_variable, replaced
 from maxmeg.parallel.trainable import joined, partition, trained
 
 
 @dataclasses.dataclass(frozen=True)
 class ByLayer:
-    """The transform (weights/transforms.py) that gives shards of the stack their Cut as metadata.
+    """The transform (weights/transforms.py) that gives shards of the stack their Cut.
 
     Between `enter` and `leave` the pipeline gathers a layer's shards before the layer runs, and
     scatters its gradients. places: the Reduction of each parameter.
@@ -24,7 +24,7 @@ class ByLayer:
     def enter(self, model):
         def one(path, weight, place):
             cut = place.get_value().cut if path[0].name == "stack" else None
-            return weight if cut is None else weight.replace(weight.get_value(), cut=cut)
+            return weight if cut is None else replaced(weight, weight.get_value(), cut=cut)
 
         return jax.tree_util.tree_map_with_path(one, model, self.places, is_leaf=is_variable)
 
@@ -36,12 +36,7 @@ class ByLayer:
 
 def has_shards(model) -> bool:
     """Whether ZeRO-1 shards a weight of the stack."""
-    return any(map(cut_of, jax.tree.leaves(model, is_leaf=is_variable)))
-
-
-def cut_of(variable) -> Cut | None:
-    """How ZeRO-1 shards a weight of the stack, between `enter` and `leave` of ByLayer."""
-    return variable.get_metadata("cut", None)
+    return any(info(weight).cut for weight in jax.tree.leaves(model, is_leaf=is_variable))
 
 
 def gather_layer(shards):
@@ -54,7 +49,7 @@ def scatter_layer(gradients):
     their `gradient_dtype`."""
 
     def one(gradient, cut: Cut) -> jax.Array:
-        value = gradient.get_value().astype(gradient_dtype(gradient))
+        value = gradient.get_value().astype(info(gradient).gradient_dtype)
         return scatter(value, cut.axes, cut.dim)
 
     return map_cut(one, gradients)
@@ -65,7 +60,7 @@ def map_cut(function: Callable, tree):
     variable that ZeRO-1 shards."""
 
     def one(node):
-        cut = cut_of(node) if is_variable(node) and node.get_value() is not None else None
+        cut = info(node).cut if is_variable(node) and node.get_value() is not None else None
         if cut is None:
             return node
         return node.replace(function(node, dataclasses.replace(cut, dim=cut.dim - 1)))

@@ -8,7 +8,7 @@ from tables import thinned
 
 from maxmeg.layers.mamba import Mamba, MambaSpec
 from maxmeg.optim.build import decays
-from maxmeg.parallel.rules import is_exact
+from maxmeg.parallel.parameter import info
 
 SIZES = {"num_heads": 8, "head_dim": 4, "state_size": 6, "chunk": 4}
 SPECS = {
@@ -68,4 +68,4 @@ def test_initial_values_are_those_of_mamba_2():
     assert abs(np.log(steps).mean() - np.log(1e-2)) < 0.1
     assert (layer.skip[...] == 1).all() and (layer.gated_norm.weight[...] == 1).all()
     for exact in (layer.decay_log, layer.step_bias, layer.skip):
-        assert is_exact(exact) and not decays(exact)
+        assert info(exact).is_exact and not decays(exact)

@@ -24,6 +24,7 @@ from maxmeg.layers.residual import Residual, ResidualSpec
 from maxmeg.models.mixers import MIXERS
 from maxmeg.ops.rope import RotarySpec
 from maxmeg.parallel import collectives
+from maxmeg.parallel.parameter import info
 
 B, L, D, H, K, N, V, R = 2, 8, 16, 4, 6, 4, 5, 8
 PLAIN = MlaSpec(
@@ -47,7 +48,7 @@ def model(spec: MlaSpec | ResidualSpec, adapters: LoraSpec | None = None):
     def make(key):
         layer = (Mla if isinstance(spec, MlaSpec) else Residual)(key, spec)
         for at, linear in enumerate(linears(layer).values() if adapters is not None else ()):
-            (width_in, width_out), axes = linear.weight.shape, linear.weight.get_metadata()["axes"]
+            (width_in, width_out), axes = linear.weight.shape, info(linear.weight).axes
             a, b = jnp.zeros((width_in, 3)), jnp.zeros((3, width_out))
             linear.lora = Lora(a, b, axes, adapters, at)
         return layer

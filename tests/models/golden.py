@@ -11,7 +11,7 @@ import jax
 
 from maxmeg.models.lm import LM
 from maxmeg.models.registry import architecture
-from maxmeg.parallel.rules import is_variable, logical_axes
+from maxmeg.parallel.parameter import is_variable, logical_axes
 from maxmeg.state import array_name
 
 FOLDER = Path(__file__).parents[1] / "golden"

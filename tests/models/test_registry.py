@@ -11,7 +11,8 @@ from tables import thinned
 from maxmeg.hf.families.read import differences, model_config
 from maxmeg.models.lm import LM
 from maxmeg.models.registry import ALIASES, ARCHITECTURES, architecture
-from maxmeg.parallel.rules import RULES, is_variable, logical_axes
+from maxmeg.parallel.parameter import is_variable, logical_axes
+from maxmeg.parallel.rules import RULES
 from maxmeg.planning.cost import parameters
 from maxmeg.state import array_name
 

@@ -9,14 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.schema import Config, LoraConfig, OptimConfig, Optimizer
 from maxmeg.config.setting import with_fields
 from maxmeg.models.lm import language_model
 from maxmeg.optim.build import clip, decays, make_optimizer
-from maxmeg.parallel.rules import is_variable
+from maxmeg.parallel.parameter import is_variable, parameter
 from maxmeg.state import array_name
 
 GOLDEN = Path(__file__).parents[1] / "golden"  # parameters of one architecture per family
@@ -26,8 +25,8 @@ VECTORS = ("norm.weight", ".attention.weight", ".mlp.weight", "sinks", "decay_lo
 
 RATES = {"learning_rate": 0.1, "weight_decay": 0.5}
 TREE = {
-    "weight": nnx.Param(jnp.array([[1.0, -2.0]]), axes=("embed", "mlp")),
-    "sinks": nnx.Param(jnp.array([3.0]), axes=("heads",)),
+    "weight": parameter(jnp.array([[1.0, -2.0]]), "embed", "mlp"),
+    "sinks": parameter(jnp.array([3.0]), "heads"),
 }
 
 
@@ -66,7 +65,7 @@ def parameters():
     for file in sorted(GOLDEN.glob("*.txt")):
         for line in file.read_text().splitlines():
             name, _, axes = line.split()
-            yield name, nnx.Param(None, axes=tuple(axes.split(",")))
+            yield name, parameter(None, *axes.split(","))
     model = with_fields(
         ModelConfig(),
         {

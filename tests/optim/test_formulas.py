@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from optimizer_cases import well_conditioned
 
 from maxmeg.config.model import DType
@@ -21,6 +20,7 @@ from maxmeg.config.optimizers import (
 from maxmeg.config.schema import OptimConfig, Optimizer
 from maxmeg.optim.build import make_optimizer
 from maxmeg.optim.muon import COEFFICIENTS
+from maxmeg.parallel.parameter import annotate, parameter
 
 RATE, DECAY = 0.1, 0.5
 STEPS = 4
@@ -39,7 +39,7 @@ def tree_of(**shapes: tuple[int, ...]) -> dict:
     rng = np.random.default_rng(0)
     axes = {1: ("norm",), 2: ("embed", "mlp"), 3: ("embed", "mlp"), 4: ("expert", "embed", "mlp")}
     return {
-        name: nnx.Param(jnp.asarray(rng.normal(size=s), jnp.float32), axes=axes[len(s)])
+        name: parameter(jnp.asarray(rng.normal(size=s), jnp.float32), *axes[len(s)])
         for name, s in shapes.items()
     }
 
@@ -114,7 +114,7 @@ def test_updates_are_the_formula(optimizer, of_matrices, of_others):
     config = OptimConfig(optimizer, lr=RATE, momentum=0.7, eps=EPS, muon=settings, **betas)
     shapes = {"stack": (2, 3, 4), "embedding": (4, 5), "norm": (4,)}
     tree = tree_of(**shapes)
-    tree["embedding"].set_metadata(axes=("vocab", "embed"))
+    annotate(tree["embedding"], axes=("vocab", "embed"))
     found, gradients = run(config, tree)
     for name in shapes:
         p, m, v = np.float64(tree[name][...]), 0.0, 0.0

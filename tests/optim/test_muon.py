@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from layouts import tiny
 from test_formulas import ITERATED, MUON, iterated
 
@@ -15,6 +14,7 @@ from maxmeg.config.optimizers import MuonConfig, NewtonSchulz
 from maxmeg.layers.lora import linears
 from maxmeg.models.lm import language_model
 from maxmeg.optim.muon import COEFFICIENTS, newton_schulz, orthogonalized
+from maxmeg.parallel.parameter import info, parameter
 
 BFLOAT16 = 0.05  # of numbers up to 1: five iterations of products of three rounded matrices
 
@@ -46,7 +46,7 @@ def test_each_part_of_a_head_is_a_matrix(per_head):
     """Two layers, three heads with parts of 4 and of 2 columns."""
     config = MuonConfig(per_head=per_head, **MUON)
     x = np.random.default_rng(0).normal(size=(2, 5, 18)).astype(np.float32)
-    tree = {"stack": nnx.Param(jnp.asarray(x), axes=("embed", "heads"), parts=(4, 2))}
+    tree = {"stack": parameter(jnp.asarray(x), "embed", "heads", head_parts=(4, 2))}
     ends = [0, 4, 6, 10, 12, 16, 18] if per_head else [0, 18]
     sets = COEFFICIENTS[NewtonSchulz.quintic]
     blocks = [x[:, :, first:last] for first, last in itertools.pairwise(ends)]
@@ -82,7 +82,7 @@ def test_heads_of_projections_have_these_parts(layers):
     config, found = tiny(fields), {}
     model = jax.eval_shape(lambda key: language_model(key, config), jax.random.key(0))
     for path, linear in linears(model.stack).items():
-        if parts := linear.weight.get_metadata("parts"):
+        if parts := info(linear.weight).head_parts:
             assert linear.weight.shape[-1] % sum(parts) == 0
             found[".".join(path.split(".")[-2:])] = parts
     assert found == PARTS[layers]

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from flax import nnx
 
 from maxmeg.config.schema import Moments, OptimConfig, Optimizer
 from maxmeg.ops.random import fold
 from maxmeg.optim import storage
 from maxmeg.optim.build import make_optimizer
+from maxmeg.parallel.parameter import parameter
 
 SIGMAS, ROUNDINGS = 4, 100_000
 RATES = {"learning_rate": 0.01, "weight_decay": 0.1}
@@ -114,7 +114,7 @@ def trees():
     shapes = {"up": (3, 8, 256), "table": (16, 32), "norm": (3, 32)}
     axes = {"up": ("embed", "mlp"), "table": ("vocab", "embed"), "norm": ("norm",)}
     tree = {
-        name: nnx.Param(jnp.asarray(rng.normal(size=shape), jnp.float32), axes=axes[name])
+        name: parameter(jnp.asarray(rng.normal(size=shape), jnp.float32), *axes[name])
         for name, shape in shapes.items()
     }
 
@@ -146,7 +146,7 @@ def test_every_float32_comes_back_and_its_weight_is_the_nearest():
     bits = rng.integers(0, 2**32, size=(1000, 64), dtype=np.uint32)
     bits[0, :] = (bits[0] & 0xFFFF0000) | 0x8000  # ties
     x = jnp.asarray(np.where(np.isfinite(bits.view(np.float32)), bits, 0).view(np.float32))
-    weights, rest = storage.divided({"w": nnx.Param(x, axes=("embed", "mlp"))})
+    weights, rest = storage.divided({"w": parameter(x, "embed", "mlp")})
     back = storage.whole(weights, rest)["w"][...]
     np.testing.assert_array_equal(back.view(np.uint32), x.view(np.uint32))
     lower = np.asarray(x).view(np.uint32) & 0xFFFF

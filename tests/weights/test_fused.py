@@ -9,9 +9,10 @@ from flax import nnx
 from maxmeg.layers.attention import Attention, AttentionSpec
 from maxmeg.layers.linear import Linear, project
 from maxmeg.parallel.mesh import AXES, make_mesh
-from maxmeg.parallel.rules import is_variable, set_gradient_dtype, storage_specs, zero1_cut
+from maxmeg.parallel.parameter import annotate, info, is_variable, replaced
+from maxmeg.parallel.rules import storage_specs, zero1_cut
 from maxmeg.parallel.spmd import spmd
-from maxmeg.weights.fused import Fuse, fused_widths
+from maxmeg.weights.fused import Fuse
 
 TOLERANCE = 1e-6  # of the largest value, float32: sums in another order
 D, K, H, G = 16, 4, 8, 2
@@ -34,7 +35,7 @@ def attention(width: int = D, bias: bool = False) -> Attention:
 def with_cuts(layer: Attention, mesh) -> Attention:
     """The layer as a part of a stack, whose weights know how ZeRO-1 shards them."""
     return jax.tree.map(
-        lambda weight: weight.replace(weight[...], cut=zero1_cut(weight, mesh)),
+        lambda weight: replaced(weight, weight[...], cut=zero1_cut(weight, mesh)),
         layer,
         is_leaf=is_variable,
     )
@@ -52,8 +53,8 @@ def test_projections_are_fused_on_each_device_and_separate_is_the_inverse(sizes)
 
     def local(layer):
         model = fuse.enter(layer)
-        assert fused_widths(model.query.weight) == widths
-        assert model.query.weight.get_metadata("sizes") == (D, (H + 2 * G) * K)
+        assert info(model.query.weight).fused_widths == widths
+        assert info(model.query.weight).sizes == (D, (H + 2 * G) * K)
         assert model.key.weight.get_value() is None and model.value.weight.get_value() is None
         return fuse.leave(model)
 
@@ -68,17 +69,17 @@ def test_weights_that_differ_stay_separate():
     cases["alike"] = attention()
     cases["last dimension"] = attention(width=3)
     cases["frozen"] = attention()
-    cases["frozen"].key.weight.set_metadata(frozen=True)
+    annotate(cases["frozen"].key.weight, frozen=True)
     cases["dtype"] = attention()
-    set_gradient_dtype(cases["dtype"].value, jnp.dtype(jnp.bfloat16))
+    annotate(cases["dtype"].value, gradient_dtype=jnp.dtype(jnp.bfloat16))
     for name, layer in cases.items():
         model = Fuse(mesh, None).enter(with_cuts(layer, mesh))
-        assert (fused_widths(model.query.weight) is not None) == (name == "alike"), name
+        assert bool(info(model.query.weight).fused_widths) == (name == "alike"), name
     mesh = mesh_of(data=8)  # ZeRO-1 cuts the rows; 12 of them have no eighth, but columns have
     for width, is_fused in ((D, True), (12, False)):
         layer = attention(width)
         model = Fuse(mesh, None).enter(with_cuts(layer, mesh))
-        assert (fused_widths(model.query.weight) is not None) == is_fused
+        assert bool(info(model.query.weight).fused_widths) == is_fused
 
 
 @pytest.mark.parametrize("bias", [False, True])

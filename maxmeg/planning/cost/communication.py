@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from maxmeg.parallel.mesh import AXES
+from maxmeg.parallel.parameter import info
 from maxmeg.planning.cost import context, experts
 from maxmeg.planning.cost.backward import split_once
 from maxmeg.planning.cost.loss import FLOAT32
@@ -169,10 +170,10 @@ def shared_heads(work: Workload) -> tuple[int, int]:
     runs = total = 0
     for shard in work.shards:
         parameter = shard.parameter
-        heads = parameter.variable.get_metadata().get("num_kv_heads", 0)
+        heads = info(parameter.variable).num_kv_heads
         if work.is_quantized(shard) and 0 < heads < work.axes["tensor"]:
             held = 1 if parameter.group is None else work.held[parameter.group]
-            width = parameter.variable.get_metadata("sizes")[-1] // heads
+            width = info(parameter.variable).sizes[-1] // heads
             runs, total = runs + held, total + held * work.itemsize * work.tokens * width
     return runs, total
 
@@ -344,7 +345,7 @@ def _gathered(work: Workload, axes: tuple[str, ...]) -> Iterator[Traffic]:
 def _reads_input(work: Workload, shard: Shard) -> bool:
     """Whether the products that forward begins a unit with need the parameter: it is of the first
     sublayer and reads the hidden size."""
-    axes = shard.parameter.variable.get_metadata()["axes"]
+    axes = info(shard.parameter.variable).axes
     return shard.parameter.path[4] == "0" and axes[-1] != "embed"
 
 
@@ -352,7 +353,7 @@ def _writes_output(work: Workload, shard: Shard) -> bool:
     """Whether the products that backward begins a unit with need the parameter: it is of the last
     sublayer and writes the hidden size."""
     unit = work.units[shard.parameter.group or 0]
-    axes = shard.parameter.variable.get_metadata()["axes"]
+    axes = info(shard.parameter.variable).axes
     return shard.parameter.path[4] == str(unit.sublayers - 1) and axes[-1] == "embed"
 
 

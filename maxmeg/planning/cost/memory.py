@@ -8,7 +8,7 @@ import math
 
 from maxmeg.config.parallel import GPUS_A_NODE
 from maxmeg.config.recompute import POLICIES
-from maxmeg.parallel.rules import is_state
+from maxmeg.parallel.parameter import info
 from maxmeg.planning.cost import context, experts
 from maxmeg.planning.cost.attention import keeps_attention, stored_attention
 from maxmeg.planning.cost.backward import (
@@ -370,7 +370,7 @@ def parameter_memory(work: Workload) -> dict[str, int]:
         for shard in trained
         if _is_copied(work, shard)
     )
-    state = sum(shard.stored for shard in work.shards if is_state(shard.parameter.variable))
+    state = sum(shard.stored for shard in work.shards if info(shard.parameter.variable).state)
     frozen = sum(shard.stored for shard in work.shards) - stored - state
     moments = sum(moment_bytes(work, shard) for shard in trained)
     averages = sum(average_bytes(work, shard) for shard in trained)

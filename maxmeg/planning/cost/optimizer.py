@@ -16,7 +16,8 @@ from maxmeg.optim.storage import block_size, has_remainder
 from maxmeg.optim.trees import factor, is_matrix, without_matrix
 from maxmeg.optim.whole_matrices import Plan, plan
 from maxmeg.parallel.mesh import MESH_AXES, mesh_shape
-from maxmeg.parallel.rules import Side, has_matrices, is_exact, storage_axes
+from maxmeg.parallel.parameter import Side, info
+from maxmeg.parallel.rules import storage_axes
 from maxmeg.planning.cost.loss import FLOAT32
 from maxmeg.planning.cost.workload import ITEMSIZE, Shard, Workload, padded
 
@@ -26,7 +27,7 @@ def moments(work: Workload, shard: Shard) -> int:
     and Lion, and of a matrix that Muon orthogonalizes; of Adafactor 1 for vectors."""
     optim = work.config.optim
     if optim.optimizer is Optimizer.adafactor:
-        is_vector = not has_matrices(shard.parameter.variable)
+        is_vector = not info(shard.parameter.variable).has_matrices
         return is_vector + (optim.adafactor.momentum > 0)
     if optim.optimizer in (Optimizer.sgd, Optimizer.lion) or is_orthogonalized(work, shard):
         return 1
@@ -39,7 +40,7 @@ def moment_bytes(work: Workload, shard: Shard) -> int:
     copies."""
     kind, variable = work.config.optim.moments, shard.parameter.variable
     others = FLOAT32 * sum(stored_of_others(work, shard))
-    if kind is Moments.float32 or not has_matrices(variable):
+    if kind is Moments.float32 or not info(variable).has_matrices:
         return FLOAT32 * shard.stored * moments(work, shard) + others
     if kind is Moments.bfloat16:
         return 2 * shard.stored * moments(work, shard) + others
@@ -61,7 +62,7 @@ def stored_of_others(work: Workload, shard: Shard) -> Iterator[int]:
     means of rows and columns, SOAP's factors and eigenbases."""
     kind, parameter = work.config.optim.optimizer, shard.parameter
     mesh, variable = abstract_mesh(work), on_all_devices(work, shard)
-    if kind is Optimizer.adafactor and has_matrices(parameter.variable):
+    if kind is Optimizer.adafactor and info(parameter.variable).has_matrices:
         shapes = [(*variable.shape[:-2], size) for size in variable.shape[-2:]]
         others = [without_matrix(variable, jax.ShapeDtypeStruct(s, jnp.float32)) for s in shapes]
     elif kind is Optimizer.soap and is_matrix(parameter.path[0], parameter.axes):
@@ -103,7 +104,7 @@ def host_master_bytes(work: Workload, shard: Shard) -> int:
     or all of it if a step computes with a copy in 16 bits."""
     if is_halved(work, shard):
         return 2 * shard.stored
-    is_rounded = work.itemsize != FLOAT32 and not is_exact(shard.parameter.variable)
+    is_rounded = work.itemsize != FLOAT32 and not info(shard.parameter.variable).is_exact
     return FLOAT32 * shard.stored if is_rounded else 0
 
 

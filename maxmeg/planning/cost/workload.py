@@ -28,16 +28,8 @@ from maxmeg.ops.backend import HOPPER, Device, target_device
 from maxmeg.ops.quantized import Recipe
 from maxmeg.ops.recipes import recipe_of
 from maxmeg.parallel.mesh import MESH_AXES, mesh_shape
-from maxmeg.parallel.rules import (
-    fsdp_axes,
-    is_trained,
-    is_variable,
-    kv_slice,
-    logical_axes,
-    shard_over_context,
-    storage_axes,
-    zero1_cut,
-)
+from maxmeg.parallel.parameter import annotate, info, is_variable, logical_axes
+from maxmeg.parallel.rules import kv_slice, shard_over_context, storage_axes, zero1_cut
 from maxmeg.pipeline.layout import arrange
 from maxmeg.planning.cost.unit import Unit
 from maxmeg.weights.fused import can_fuse, fused_groups
@@ -80,7 +72,7 @@ class Parameter:
         """Whether a step with this recipe rounds it."""
         if recipe is None or not self.quantizable:
             return False
-        sizes = self.variable.get_metadata("sizes")[-2:]
+        sizes = info(self.variable).sizes[-2:]
         return not any(size % (recipe.block or 1) for size in sizes)
 
 
@@ -109,7 +101,7 @@ class Shard:
 
     @functools.cached_property
     def trained(self) -> bool:
-        return is_trained(self.parameter.variable)
+        return info(self.parameter.variable).is_trained
 
 
 @dataclasses.dataclass(frozen=True)
@@ -437,7 +429,7 @@ def _shards(
         variable = padded(parameter, places, mesh.shape["pipe"], vocabulary)
         shape = variable.shape
         if parameter.kind == "output":
-            variable.set_metadata(sizes=tuple(shape))
+            annotate(variable, sizes=tuple(shape))
         if over_context:
             shard_over_context(variable)
         names = storage_axes(variable, mesh, zero1)
@@ -448,10 +440,10 @@ def _shards(
         computed = stored * math.prod(mesh.shape[name] for name in scattered)
         if (sliced := kv_slice(variable, mesh)) is not None:
             computed //= sliced.num_heads
-        gathered = fsdp_axes(variable) if "embed" in parameter.axes else ()
+        gathered = info(variable).fsdp_axes if "embed" in parameter.axes else ()
         gathered = tuple(axis for axis in gathered if mesh.shape[axis] > 1)
         whole = computed * math.prod(mesh.shape[axis] for axis in gathered)
-        summed = MESH_AXES if is_trained(variable) else ()
+        summed = MESH_AXES if info(variable).is_trained else ()
         left = (name for name in summed if name not in used and mesh.shape[name] > 1)
         sums = tuple("tensor" if name == "fold" else name for name in left)
         if parameter.projections is not None:

@@ -10,7 +10,7 @@ from maxmeg.config import files
 from maxmeg.config.schema import Config, Optimizer
 from maxmeg.data import run_folder
 from maxmeg.ops.recipes import recipe_of
-from maxmeg.parallel.rules import is_trained
+from maxmeg.parallel.parameter import info
 from maxmeg.planning.cost.parameters import num_parameters
 from maxmeg.planning.cost.workload import parameters
 from maxmeg.planning.remedies import planned_kernels, planned_memory
@@ -61,7 +61,7 @@ def parameter_words(config: Config) -> str:
     model, trained = config.model, 0
     if config.lora.rank:
         arrays = [parameter.variable for parameter in parameters(model, config.lora)]
-        trained = sum(array.size for array in arrays if is_trained(array))
+        trained = sum(array.size for array in arrays if info(array).is_trained)
     total, active = (number + trained for number in num_parameters(model))
     words = f"{total:,}" if total < 10**7 else quantity(total)
     if model.has("moe"):
