@@ -28,3 +28,8 @@ def combine(total, new):
         return a + b.astype(a.dtype)
 
     return jax.tree.map(reduce, total, new, is_leaf=is_max)
+
+
+def plain(tree):
+    """`tree` with arrays in place of Max."""
+    return jax.tree.map(lambda a: a.value if is_max(a) else a, tree, is_leaf=is_max)

@@ -187,15 +187,18 @@ def reductions(model, mesh: Mesh, zero1: bool):
     """`model` with the Reduction of every variable."""
 
     def one(variable):
-        cut = zero1_cut(variable, mesh) if zero1 else None
-        used = {axis for axes in storage_axes(variable, mesh, zero1) for axis in axes}
-        summed = tuple(axis for axis in MESH_AXES if axis not in used)
-        sliced = kv_slice(variable, mesh)
-        about = info(variable)
-        reduction = Reduction(cut, summed, about.gradient_dtype, about.is_exact, sliced)
-        return variable.replace(reduction)
+        return variable.replace(reduction(variable, mesh, zero1))
 
     return jax.tree.map(one, model, is_leaf=is_variable)
+
+
+def reduction(variable: nnx.Variable, mesh: Mesh | AbstractMesh, zero1: bool) -> Reduction:
+    """The Reduction of a parameter."""
+    cut = zero1_cut(variable, mesh) if zero1 else None
+    used = {axis for axes in storage_axes(variable, mesh, zero1) for axis in axes}
+    summed = tuple(axis for axis in MESH_AXES if axis not in used)
+    about, sliced = info(variable), kv_slice(variable, mesh)
+    return Reduction(cut, summed, about.gradient_dtype, about.is_exact, sliced)
 
 
 def storage_specs(tree, mesh: Mesh, zero1: bool):

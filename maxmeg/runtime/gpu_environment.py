@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from maxmeg.config.parallel import GPUS_A_NODE
 from maxmeg.parallel.mesh import MESH_AXES
 from maxmeg.parallel.parameter import info, is_variable, num_stacked
-from maxmeg.parallel.rules import fsdp_dim, storage_axes, zero1_cut
+from maxmeg.parallel.rules import fsdp_dim, reduction, storage_axes
 from maxmeg.runtime.platform import choose_platform, uses_gpu
 
 # Fraction of a GPU's memory that XLA preallocates as its pool; XLA's default is 0.75. Arrays, the
@@ -235,13 +235,13 @@ def largest_shard(model, mesh: Mesh, zero1: bool) -> int:
     sizes = [0]
     for variable in jax.tree.leaves(model, is_leaf=is_variable):
         layers = num_stacked(variable)  # their dimensions come first
-        is_cut = zero1 and zero1_cut(variable, mesh) is not None
+        place = reduction(variable, mesh, zero1)
         has_fsdp = any(mesh.shape[axis] > 1 for axis in info(variable).fsdp_axes)
-        if layers and fsdp_dim(variable, mesh) is not None and (has_fsdp or is_cut):
+        if layers and fsdp_dim(variable, mesh) is not None and (has_fsdp or place.cut):
             axes = itertools.chain(*storage_axes(variable, mesh, zero1=not has_fsdp)[layers:])
             devices = math.prod(mesh.shape[axis] for axis in axes)
             elements = math.prod(variable.shape[layers:]) // devices
-            sizes.append(elements * info(variable).gradient_dtype.itemsize)
+            sizes.append(elements * place.dtype.itemsize)
     return max(sizes)
 
 

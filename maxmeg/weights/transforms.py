@@ -19,6 +19,7 @@ A training step runs all of them, in this order and back; other programs run a p
 """
 
 import dataclasses
+import functools
 import math
 import typing
 from collections.abc import Sequence
@@ -111,18 +112,16 @@ class KvSlice:
     places: typing.Any
 
     def enter(self, model):
-        def one(weight, place: Reduction):
-            heads = place.kv_slice
-            return heads and collectives.local_kv_head(weight, heads.dim, heads.num_heads)
-
-        return joined(jax.tree.map(one, model, self.places), model)
+        return jax.tree.map(functools.partial(_head, collectives.local_kv_head), model, self.places)
 
     def leave(self, gradients):
-        def one(gradient, place: Reduction):
-            heads = place.kv_slice
-            return heads and collectives.at_kv_head(gradient, heads.dim, heads.num_heads)
+        whole = functools.partial(_head, collectives.at_kv_head)
+        return jax.tree.map(whole, gradients, trained(self.places))
 
-        return joined(jax.tree.map(one, gradients, trained(self.places)), gradients)
+
+def _head(function, array: jax.Array, place: Reduction) -> jax.Array:
+    heads = place.kv_slice
+    return array if heads is None else function(array, heads.dim, heads.num_heads)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,14 +133,16 @@ class Gather:
     @jax.named_scope("compute_weights")
     def enter(self, model):
         def one(shard, place: Reduction):
-            return place.cut and collectives.gather(shard, place.cut.axes, place.cut.dim)
+            cut = place.cut
+            return shard if cut is None else collectives.gather(shard, cut.axes, cut.dim)
 
-        return joined(jax.tree.map(one, model, self.places), model)
+        return jax.tree.map(one, model, self.places)
 
     @jax.named_scope("reduce_gradients")
     def leave(self, gradients):
         def one(gradient, place: Reduction):
-            cut, value = place.cut, gradient.astype(place.dtype)
-            return cut and collectives.scatter(value, cut.axes, cut.dim)
+            if (cut := place.cut) is None:
+                return gradient
+            return collectives.scatter(gradient.astype(place.dtype), cut.axes, cut.dim)
 
-        return joined(jax.tree.map(one, gradients, trained(self.places)), gradients)
+        return jax.tree.map(one, gradients, trained(self.places))

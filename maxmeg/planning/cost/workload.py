@@ -29,11 +29,12 @@ from maxmeg.ops.quantized import Recipe
 from maxmeg.ops.recipes import recipe_of
 from maxmeg.parallel.mesh import MESH_AXES, mesh_shape
 from maxmeg.parallel.parameter import annotate, info, is_variable, logical_axes
-from maxmeg.parallel.rules import kv_slice, shard_over_context, storage_axes, zero1_cut
+from maxmeg.parallel.rules import reduction, shard_over_context, storage_axes
 from maxmeg.pipeline.layout import arrange
 from maxmeg.planning.cost.unit import Unit
 from maxmeg.weights.fused import can_fuse, fused_groups
 from maxmeg.weights.quantized import quantized_matrices
+from maxmeg.weights.transforms import elements
 
 NORMS = {"norm", "norms", "post_norm", "final_norm", "query_norm", "kv_norm"}  # modules
 MIXERS = {"mla": "attention"}
@@ -434,22 +435,20 @@ def _shards(
             shard_over_context(variable)
         names = storage_axes(variable, mesh, zero1)
         used = {name for dim in names for name in dim}
-        cut = zero1_cut(variable, mesh) if zero1 else None
-        scattered = cut.axes if cut is not None else ()
+        place = reduction(variable, mesh, zero1)
         stored = math.prod(shape) // math.prod(mesh.shape[name] for name in used)
-        computed = stored * math.prod(mesh.shape[name] for name in scattered)
-        if (sliced := kv_slice(variable, mesh)) is not None:
-            computed //= sliced.num_heads
+        computed = elements(place, stored, mesh)
         gathered = info(variable).fsdp_axes if "embed" in parameter.axes else ()
         gathered = tuple(axis for axis in gathered if mesh.shape[axis] > 1)
         whole = computed * math.prod(mesh.shape[axis] for axis in gathered)
-        summed = MESH_AXES if info(variable).is_trained else ()
-        left = (name for name in summed if name not in used and mesh.shape[name] > 1)
+        summed = place.sum_axes if info(variable).is_trained else ()
+        left = (name for name in summed if mesh.shape[name] > 1)
         sums = tuple("tensor" if name == "fold" else name for name in left)
         if parameter.projections is not None:
-            groups[parameter.projections].append((len(shards), variable, cut))
+            groups[parameter.projections].append((len(shards), variable, place.cut))
         sizes = parameter, stored, computed, whole
         cuts = tuple(tuple(a for a in dim if mesh.shape[a] > 1) for dim in names)
+        scattered = place.cut.axes if place.cut is not None else ()
         shards.append(Shard(*sizes, gathered, scattered, sums, cuts=cuts))
     for group in groups.values():
         numbers, variables, cuts = zip(*group, strict=True)
