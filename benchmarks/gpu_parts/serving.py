@@ -53,15 +53,14 @@ def loaded(served: Served, is_unrolled: bool):
 def measure_step(size: Sizes, lanes: int, is_unrolled: bool) -> dict:
     import jax
 
-    from maxmeg.inference.programs import COLUMNS, Programs
+    from maxmeg.inference.programs import Programs
 
     trained, length = loaded(size.served, is_unrolled), size.served.model.length
     slots = min(SLOTS, length)
     each = length // slots
     programs = Programs(trained, lanes, lanes * each, slots, each, slots)
     programs.allocate()
-    row = dict.fromkeys(COLUMNS, 0) | {"count": 1, "start": length // 2, "token": -1, "top_p": 1}
-    row |= dict.fromkeys(("tokens", "biases", "allowed"), ())
+    row = {"count": 1, "start": length // 2, "top_p": 1}
     rows = {i: row | {"lane": i, "pages": range(i * each, (i + 1) * each)} for i in range(lanes)}
     started = time.perf_counter()
     jax.block_until_ready(programs.decode(rows))

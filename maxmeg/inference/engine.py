@@ -350,9 +350,8 @@ class Engine:
             "presence": sampling.presence_penalty,
             "scores": reply.request.prompt_logprobs,
             "is_biased": bool(sampling.logit_bias),
-            "biases": sampling.logit_bias,
-            "is_masked": False,
-            "allowed": (),
+            "biased": [token for token, _ in sampling.logit_bias],
+            "biases": [bias for _, bias in sampling.logit_bias],
             "pages": job.pages,
             "source": 0 if self.start is None else len(reply.prompt),
         }
@@ -363,12 +362,11 @@ class Engine:
         if isinstance(row, Chunk):
             ahead = max(1, self.programs.drafts)
             tokens = job.prompt[row.start : row.start + row.count + ahead]
-            rest = {"token": -1, "is_last": row.is_last, "tokens": tokens}
-            rest["source_tokens"] = () if self.start is None else reply.prompt
-            return columns | {"count": row.count} | rest
-        known = job.tokens[index - 1] if index <= len(job.tokens) else -1
-        rest = {"token": known, "is_last": False, "tokens": row.ahead}
-        return columns | {"count": 1 + len(row.ahead)} | rest
+            columns |= {"count": row.count, "is_last": row.is_last, "tokens": tokens}
+            return columns | {"source_tokens": () if self.start is None else reply.prompt}
+        if index <= len(job.tokens):
+            columns["token"] = job.tokens[index - 1]
+        return columns | {"count": 1 + len(row.ahead), "tokens": row.ahead}
 
     def _finish(
         self, started: Started, chosen: Callable[[Chunk | Token], bool] = lambda row: True

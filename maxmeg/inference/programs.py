@@ -2,14 +2,14 @@
 
 prefill: reads a chunk of one prompt per replica; after its last chunk it samples the first token.
 decode: feeds the last token of every lane, and samples the next one. Both update the cache and the
-tokens of each lane in place. In a step the host sends one array of integers, and reads one; biases
-and grammars are a second array, which is sent only for steps that have any.
+tokens of each lane in place. In a step the host sends one array (`rows.step_inputs`), and reads
+one; biases and grammars are a second array, which is sent only for steps that have any.
 """
 
 import dataclasses
 import math
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,8 @@ from jaxtyping import Array, Int
 
 from maxmeg.config.schema import Config
 from maxmeg.inference.load import Trained
-from maxmeg.inference.sampling import BIASES, TOP, Changes, Rows, choose, scores_of
+from maxmeg.inference.rows import Fields, change_inputs, step_inputs, step_results
+from maxmeg.inference.sampling import TOP, Changes, Rows, choose, scores_of
 from maxmeg.inference.speculation import Newest, mtp_drafts
 from maxmeg.layers.cache import CachePlaces, CacheSize
 from maxmeg.layers.context import Context, Source
@@ -34,28 +35,9 @@ from maxmeg.parallel.rules import reductions, storage_specs
 from maxmeg.parallel.spmd import spmd
 from maxmeg.weights.transforms import enter, whole_weights
 
-# Columns of the array that the host sends, a row per lane or prompt; then the pages of the row, and
-# for prefill its tokens and some after them, for decode tokens that are proposed after the one
-# to feed. count: of tokens in the row; 0 is an idle row.
-# start: tokens before them. lane: of the replica. is_last: a prompt ends here. token: the one to
-# feed, -1 is the last one that was sampled. row_length: the rotation is for rows of this length.
-# scores: whether the log-probabilities of prompts are needed, the same in every row. adapter: its
-# number, 0 for the base model. source: number of tokens of an encoder-decoder's source, which stand
-# at the end of a row of prefill. The rest is for `sampling`.
-PLACES = ("count", "start", "lane", "is_last", "token", "row_length", "scores", "adapter", "source")
-INTEGERS = ("top_k", "seed", "number", "step", "wants_top", "penalises", "prompt_length")
-INTEGERS += ("is_biased", "is_masked")
-FLOATS = ("temperature", "top_p", "min_p", "repetition", "frequency", "presence")
-COLUMNS = (*PLACES, *INTEGERS, *FLOATS)
 SCORED = 64  # tokens of a prompt whose logits exist at a time
 PER_DEVICE = P(MESH_AXES)  # a leading dimension of one on each device
 CPU_CACHE, GPU_CACHE = 2**30, 0.85  # bytes on a CPU; share of the free memory of a GPU
-
-
-# Rows to send, by lane or replica: the COLUMNS of each, "pages", "tokens" (of a chunk, or proposed
-# ones), "source_tokens" (with a chunk), "biases" [(token, value), ...] and "allowed" (words of
-# `Changes`).
-Fields = Mapping[int, Mapping[str, typing.Any]]
 
 
 class Read(typing.NamedTuple):
@@ -109,8 +91,11 @@ class Programs:
         self.size = CacheSize(pages, *rest)
         sharding = NamedSharding(self.mesh, PER_DEVICE)
         self.state = jax.jit(self._state(self.size), out_shardings=sharding)
-        vocab = trained.config.model.vocab_size
-        self._top, self._words = min(TOP, vocab), -(-vocab // 32)
+        vocab, ahead = trained.config.model.vocab_size, max(1, self.drafts)
+        sizes = {chunk: (chunk + ahead, self.source), 0: (proposals, 0)}
+        self.inputs = {n: step_inputs(lanes, row_pages, *size) for n, size in sizes.items()}
+        self.further = change_inputs(vocab)
+        self.results = step_results(min(TOP, vocab), self.drafts)
         self.decode_program = self._jitted(self._decode_rows, 1)
         self.prefill_program = self._jitted(self._prefill_rows, 2)
 
@@ -127,35 +112,15 @@ class Programs:
         return any(cache is not None and not isinstance(cache, tuple) for cache in mixers)
 
     def packed(self, rows: Fields, chunk: int = 0) -> np.ndarray:
-        """The array to send."""
-        tokens = chunk + max(1, self.drafts) if chunk else self.proposals
-        width = len(COLUMNS) + self.row_pages + tokens + self.source * bool(chunk)
-        array = np.zeros((self._count(chunk), width), np.int32)
-        array[:, COLUMNS.index("lane")] = self.size.lanes  # idle rows have none
-        for place, row in rows.items():
-            for i, name in enumerate(COLUMNS):
-                array[place, i] = (
-                    np.float32(row[name]).view(np.int32) if name in FLOATS else row[name]
-                )
-            first = len(COLUMNS)
-            starts = first, first + self.row_pages, first + self.row_pages + tokens
-            values = row["pages"], row["tokens"], row["source_tokens"] if chunk else ()
-            for start, part in zip(starts, values, strict=True):
-                array[place, start : start + len(part)] = part
-        scores = array[:, COLUMNS.index("scores")]
-        scores[:] = scores.max(initial=0)
-        return array
+        """The array to send, of `inputs`."""
+        array = self.inputs[chunk].filled(rows, self._count(chunk))
+        array["scores"] = array["scores"].max(initial=0)
+        return array.view(np.int32).reshape(len(array), -1)
 
     def changes(self, rows: Fields, chunk: int = 0) -> np.ndarray:
-        """The second array: tokens, the biases of these, and the words of allowed tokens."""
-        array = np.zeros((self._count(chunk), 2 * BIASES + self._words), np.int32)
-        for place, row in rows.items():
-            for i, (token, value) in enumerate(row["biases"]):
-                array[place, i] = token
-                array[place, BIASES + i] = np.float32(value).view(np.int32)
-            words = row["allowed"]
-            array[place, 2 * BIASES : 2 * BIASES + len(words)] = words
-        return array
+        """The second array, of `further`."""
+        array = self.further.filled(rows, self._count(chunk))
+        return array.view(np.int32).reshape(len(array), -1)
 
     def _count(self, chunk: int) -> int:
         """Number of rows of a step."""
@@ -181,10 +146,7 @@ class Programs:
         return tuple(arrays)
 
     def read(self, array: jax.Array) -> Read:
-        ends = [1, 2, 2 + self._top, 2 + 2 * self._top]
-        ids, *rest, drafts = np.split(np.asarray(array), ends, axis=-1)
-        logprobs, top_logprobs = (rest[i].copy().view(np.float32) for i in (0, 2))
-        return Read(ids[..., 0], logprobs[..., 0], rest[1], top_logprobs, drafts)
+        return Read(**self.results.parted(np.asarray(array)))
 
     def compiled(self) -> int:
         """Number of programs compiled so far."""
@@ -195,7 +157,7 @@ class Programs:
         return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
 
     def _run(self, rows: Fields, chunk: int) -> tuple[jax.Array, ...]:
-        changes = any(row["is_biased"] or row["is_masked"] for row in rows.values())
+        changes = any(row.get("is_biased") or row.get("is_masked") for row in rows.values())
         arrays = self.packed(rows, chunk), self.changes(rows, chunk) if changes else None
         self.before_step(chunk, *arrays)
         return self.start(chunk, *arrays)
@@ -242,16 +204,17 @@ class Programs:
         return sum(array.size * array.dtype.itemsize for array in arrays) // self.mesh.size
 
     def _decode_rows(self, model: LM, caches, tokens_BM, sent, changes):
-        fields, table_BN, proposed_BK = unpacked(sent, self.row_pages)
-        source = source_of(proposed_BK[:, :0], fields) if self.source else None
+        fields = self.inputs[0].parted(sent) | self.further.parted(changes)
+        proposed_BK = fields["tokens"]
+        source = source_of(fields) if self.source else None
         lanes_B, starts_B = fields["lane"], fields["start"]
         last_B = tokens_BM[jnp.arange(len(tokens_BM)), starts_B]
         first_B = jnp.where(fields["token"] < 0, last_B, fields["token"])
         ids_BL = jnp.concatenate([first_B[:, None], proposed_BK], axis=1)
         tokens_BM = with_tokens(tokens_BM, ids_BL, fields)
-        ctx = context_of(ids_BL, fields, table_BN, source)
+        ctx = context_of(ids_BL, fields, source)
         h_BLD, cache, _ = model.hidden(ids_BL, ctx, caches[0])  # pyright: ignore
-        sampled_BLX = sampled_from(model, h_BLD, fields, starts_B + 1, tokens_BM, changes)
+        sampled_BLX = self._sampled(model, h_BLD, fields, starts_B + 1, tokens_BM)
         next_BL = sampled_BLX[..., 0]
         if not self.proposals:  # else the host tells which tokens were taken
             tokens_BM = tokens_BM.at[lanes_B, starts_B + 1].set(next_BL[:, 0], mode="drop")
@@ -263,26 +226,69 @@ class Programs:
         return (cache, drafts), tokens_BM, sampled_BLX
 
     def _prefill_rows(self, model: LM, caches, tokens_BM, sent, changes):
-        fields, table_PN, ids_PX = unpacked(sent, self.row_pages)
-        ids_PX, source_PS = jnp.split(ids_PX, [ids_PX.shape[1] - self.source], axis=1)
-        source = source_of(source_PS, fields) if self.source else None
+        fields = self.inputs[self.chunk].parted(sent) | self.further.parted(changes)
+        ids_PX = fields["tokens"]
+        source = source_of(fields) if self.source else None
         ids_PC, later_PX = ids_PX[:, : self.chunk], ids_PX[:, 1:]
         tokens_BM = with_tokens(tokens_BM, ids_PC, fields)
-        ctx = context_of(ids_PC, fields, table_PN, source)
+        ctx = context_of(ids_PC, fields, source)
         h_PCD, cache, _ = model.hidden(ids_PC, ctx, caches[0])  # pyright: ignore
         final_P = jnp.maximum(fields["count"] - 1, 0)
         h_P1D = jnp.take_along_axis(h_PCD, final_P[:, None, None], axis=1)
         lanes_P, ends_P = fields["lane"], fields["start"] + fields["count"]
-        sampled_P1X = sampled_from(model, h_P1D, fields, ends_P, tokens_BM[lanes_P], changes)
+        sampled_P1X = self._sampled(model, h_P1D, fields, ends_P, tokens_BM[lanes_P])
         is_last_P, first_P = fields["is_last"] > 0, sampled_P1X[:, 0, 0]
         lanes_P = jnp.where(is_last_P, lanes_P, self.size.lanes)
         tokens_BM = tokens_BM.at[lanes_P, ends_P].set(first_P, mode="drop")
-        scores = scored(model, h_PCD, later_PX[:, : self.chunk], fields["scores"])
+        scores = self._scored(model, h_PCD, later_PX[:, : self.chunk], fields["scores"])
         places_P = jnp.where(is_last_P, final_P, later_PX.shape[1] + self.drafts)
         later_PX = later_PX.at[jnp.arange(len(final_P)), places_P].set(first_P, mode="drop")
         newest = Newest(later_PX, places_P, fields["step"])
         sampled_P1X, drafts = self._drafted(model, h_PCD, sampled_P1X, newest, fields, ctx, caches)
         return (cache, drafts), tokens_BM, sampled_P1X, scores
+
+    def _sampled(
+        self, model: LM, h_BLD: jax.Array, fields: dict, lengths_B, tokens_BM
+    ) -> Int[Array, "B L X"]:
+        """`results` of a token sampled after each token. lengths_B: of the row's tokens up to the
+        first of them."""
+        B, L, _ = h_BLD.shape
+        rows = Rows(*(jnp.repeat(array, L) for array in rows_of(fields)))
+        rows = rows._replace(steps_B=rows.steps_B + jnp.tile(jnp.arange(L), B))
+        changes = Changes(
+            fields["penalises"],
+            fields["repetition"],
+            fields["frequency"],
+            fields["presence"],
+            tokens_BM,
+            lengths_B,
+            fields["prompt_length"],
+            fields["is_biased"],
+            fields["biased"],
+            fields["biases"],
+            fields["is_masked"],
+            fields["allowed"],
+        )
+        logits_RV = model.logits(h_BLD).reshape(B * L, -1)
+        chosen = self.results.joined(*choose(logits_RV, rows, changes, fields["wants_top"] > 0))
+        return chosen.reshape(B, L, -1)
+
+    def _scored(self, model: LM, h_PCD: jax.Array, next_PC: jax.Array, wanted_P: jax.Array):
+        """`results` of the tokens after those of a chunk; zeros if they are not wanted."""
+        P, C, D = h_PCD.shape
+        block = math.gcd(C, SCORED)
+
+        def score(values):
+            h_PbD, ids_Pb = values
+            return self.results.joined(ids_Pb, *scores_of(model.logits(h_PbD), ids_Pb))
+
+        def blocks():
+            h, ids = h_PCD.reshape(P, -1, block, D), next_PC.reshape(P, -1, block)
+            scores = lax.map(score, (jnp.moveaxis(h, 1, 0), jnp.moveaxis(ids, 1, 0)))
+            return jnp.moveaxis(scores, 0, 1).reshape(P, C, -1)
+
+        shape = jax.eval_shape(blocks)
+        return lax.cond((wanted_P > 0).any(), blocks, lambda: jnp.zeros(shape.shape, shape.dtype))
 
     def _drafted(self, model: LM, h_BLD, sampled_BLX, newest: Newest, fields, ctx, caches):
         """(`sampled_BLX` with what MTP layers propose after the newest tokens, their cache)."""
@@ -363,25 +369,17 @@ def prepared(model: LM, reductions_of_model, mesh: Mesh, dtype) -> LM:
     return jax.tree.unflatten(tree, leaves)
 
 
-def unpacked(sent: Int[Array, "B X"], row_pages: int):
-    """(columns by name, pages [B, N], tokens [B, C]) of the array that the host sent."""
-    fields = {name: sent[:, i] for i, name in enumerate(COLUMNS)}
-    for name in FLOATS:
-        fields[name] = lax.bitcast_convert_type(fields[name], jnp.float32)
-    first = len(COLUMNS) + row_pages
-    return fields, sent[:, len(COLUMNS) : first], sent[:, first:]
-
-
-def source_of(ids_BS: Int[Array, "B S"], fields: dict) -> Source:
+def source_of(fields: dict) -> Source:
     """The tokens of sources, before their padding; none (S = 0) once they have been read."""
+    ids_BS = fields["source_tokens"]
     is_token_BS = jnp.arange(ids_BS.shape[1]) < fields["source"][:, None]
     return Source.of(ids_BS, is_token_BS.astype(jnp.int32))
 
 
-def context_of(ids_BL: Int[Array, "B L"], fields: dict, table_BN, source: Source | None) -> Context:
+def context_of(ids_BL: Int[Array, "B L"], fields: dict, source: Source | None) -> Context:
     """Of tokens that follow cached ones."""
     starts_B = fields["start"]
-    places = table_BN, starts_B, fields["count"], fields["lane"]
+    places = fields["pages"], starts_B, fields["count"], fields["lane"]
     return Context(
         starts_B[:, None] + jnp.arange(ids_BL.shape[1]),
         source=source,
@@ -403,57 +401,3 @@ def with_tokens(tokens_BM: Int[Array, "B M"], ids_RL: Int[Array, "R L"], fields:
     places_RL = fields["start"][:, None] + places_L
     places_RL = jnp.where(places_L < fields["count"][:, None], places_RL, tokens_BM.shape[1])
     return tokens_BM.at[fields["lane"][:, None], places_RL].set(ids_RL, mode="drop")
-
-
-def sampled_from(
-    model: LM, h_BLD: jax.Array, fields: dict, lengths_B, tokens_BM, sent_changes
-) -> Int[Array, "B L X"]:
-    """`packed_bits` of a token sampled after each token. lengths_B: of the row's tokens up to the
-    first of them."""
-    B, L, _ = h_BLD.shape
-    rows = Rows(*(jnp.repeat(array, L) for array in rows_of(fields)))
-    rows = rows._replace(steps_B=rows.steps_B + jnp.tile(jnp.arange(L), B))
-    biased_BA, biases_BA, allowed_BW = jnp.split(sent_changes, [BIASES, 2 * BIASES], axis=1)
-    changes = Changes(
-        fields["penalises"],
-        fields["repetition"],
-        fields["frequency"],
-        fields["presence"],
-        tokens_BM,
-        lengths_B,
-        fields["prompt_length"],
-        fields["is_biased"],
-        biased_BA,
-        lax.bitcast_convert_type(biases_BA, jnp.float32),
-        fields["is_masked"],
-        allowed_BW,
-    )
-    logits_RV = model.logits(h_BLD).reshape(B * L, -1)
-    chosen = packed_bits(choose(logits_RV, rows, changes, fields["wants_top"] > 0))
-    return chosen.reshape(B, L, -1)
-
-
-def packed_bits(values: typing.Iterable[jax.Array]) -> Int[Array, "... X"]:
-    """(ids [...], floats [...], ids [..., T], floats [..., T]) in one array of integers."""
-    ids, logprobs, top_ids, top_logprobs = values
-    arrays = ids[..., None], logprobs[..., None], top_ids, top_logprobs
-    arrays = (a if a.dtype == jnp.int32 else lax.bitcast_convert_type(a, jnp.int32) for a in arrays)
-    return jnp.concatenate([*arrays], axis=-1)
-
-
-def scored(model: LM, h_PCD: jax.Array, next_PC: jax.Array, wanted_P: jax.Array):
-    """`packed_bits` of the tokens after those of a chunk; zeros if they are not wanted."""
-    P, C, D = h_PCD.shape
-    block = math.gcd(C, SCORED)
-
-    def score(values):
-        h_PbD, ids_Pb = values
-        return packed_bits((ids_Pb, *scores_of(model.logits(h_PbD), ids_Pb)))
-
-    def blocks():
-        h, ids = h_PCD.reshape(P, -1, block, D), next_PC.reshape(P, -1, block)
-        scores = lax.map(score, (jnp.moveaxis(h, 1, 0), jnp.moveaxis(ids, 1, 0)))
-        return jnp.moveaxis(scores, 0, 1).reshape(P, C, -1)
-
-    shape = jax.eval_shape(blocks)
-    return lax.cond((wanted_P > 0).any(), blocks, lambda: jnp.zeros(shape.shape, shape.dtype))
