@@ -48,7 +48,8 @@ class MupConfig(Section):
         0,
         "hidden_size of the base model; m is hidden_size relative to it. The layers' matrices have "
         "init_std / sqrt(m) and a learning rate by the rule of optim.optimizer (AdamW: lr / m), "
-        "logits are multiplied by 1 / m; 0: no muP",
+        "but not those whose inputs are a rank (of mla, kda, moe.latent_size); logits are "
+        "multiplied by 1 / m; 0: no muP",
         "--use-mup, --mup-base-hidden-size, --scaling-base-hidden-size",
         at_least=0,
     )

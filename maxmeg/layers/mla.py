@@ -35,7 +35,7 @@ from maxmeg.parallel.collectives import (
     whole,
 )
 from maxmeg.parallel.mesh import CONTEXT_AXES
-from maxmeg.parallel.parameter import info, is_variable, parameter
+from maxmeg.parallel.parameter import annotate, info, is_variable, parameter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,6 +151,7 @@ class Mla(Attention):
         self.kv_norm = Norm(kv_rank, spec.norm)
         self.key_up = Linear(keys[3], (kv_rank, H * K), up, std, parts=(K,))
         self.value_up = Linear(keys[4], (kv_rank, H * V), up, std, parts=(V,))
+        annotate((self.query_up, self.key_up, self.value_up), reads_width=False)
         self.out = Linear(keys[5], (H * V, D), ("heads", "embed"), spec.out_std, spec.bias_out)
         self.sinks = parameter(jnp.zeros(H), "heads") if spec.sinks else None
 

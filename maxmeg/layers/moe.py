@@ -50,7 +50,7 @@ from maxmeg.ops.random import normal, split
 from maxmeg.parallel import collectives
 from maxmeg.parallel.collectives import stored, unshard_parameter
 from maxmeg.parallel.mesh import EXPERT_AXES, TOKEN_AXES
-from maxmeg.parallel.parameter import info, parameter, state
+from maxmeg.parallel.parameter import annotate, info, parameter, state
 
 GATHER_AXES = tuple(axis for axis in EXPERT_AXES if axis in TOKEN_AXES)
 # The two parts of tensor: devices with different experts, and devices that share each expert.
@@ -282,6 +282,8 @@ class Moe(Mixer):
         inward, outward = ("embed", "norm"), ("norm", "embed")
         self.latent_down = Linear(keys[4], (D, width), inward, spec.std) if width else None
         self.latent_up = Linear(keys[5], (width, D), outward, spec.out_std) if width else None
+        if width:
+            annotate((self.experts.up, self.experts.gate, self.latent_up), reads_width=False)
 
     def __call__(
         self, h_BLD: Float[Array, "B L D"], ctx: Context, cache: None = None

@@ -115,6 +115,7 @@ class Recurrent(Mixer):
                 size, into = spec.rank, "latent"
             how = spec.std, spec.bias, spec.parts(name)
             linear = Linear(keys.pop(), (size, width), (into, axis), *how)
+            annotate(linear, reads_width=into != "latent")
             setattr(self, name, linear)
         for name in spec.convolved:
             width, axis = spec.projections[name]

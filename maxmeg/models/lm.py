@@ -37,7 +37,7 @@ from maxmeg.ops.cross_entropy.call import (
 from maxmeg.ops.random import fold, split
 from maxmeg.parallel import collectives
 from maxmeg.parallel.batch import Batch
-from maxmeg.parallel.parameter import annotate
+from maxmeg.parallel.parameter import annotate, info, is_variable
 from maxmeg.parallel.rules import shard_over_context
 from maxmeg.pipeline.layout import Layout, arrange
 
@@ -94,6 +94,7 @@ class LM(nnx.Module):
         self.output = None if config.tied else Embedding(keys[3], *size, is_output=True)
         arguments = (keys[4], config, mtp_unit(config, parallel), norm)
         self.mtp = mtp.Mtp(*arguments) if config.mtp.num_layers else None
+        scale_readers_of_ranks((self.stack, self.mtp), config.width_multiplier**0.5)
         self.bert = make_bert(fold(key, BERT), config, norm, padded)
         self.position_offset = config.bert.position_offset
         self.neighbour_length = config.retro.neighbour_length
@@ -276,6 +277,13 @@ class LM(nnx.Module):
         """(`projection`'s inputs [T, D] and weights [V, D], targets [T]), for cross entropy."""
         h_BLD, output_VD = self.projection(h_BLD)
         return h_BLD.reshape(-1, h_BLD.shape[-1]), output_VD, targets_BL.reshape(-1)
+
+
+def scale_readers_of_ranks(layers, factor: float) -> None:
+    """Multiply the initial matrices that read a rank, which muP does not scale, by `factor`."""
+    for weight in jax.tree.leaves(layers, is_leaf=is_variable):
+        if info(weight).has_matrices and not info(weight).reads_width:
+            weight.set_value(factor * weight.get_value())
 
 
 def make_query(key: jax.Array, config: ModelConfig, padded_size: int) -> LM | None:

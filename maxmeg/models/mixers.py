@@ -57,7 +57,7 @@ def rotary_spec(config: ModelConfig, local: bool = False) -> RotarySpec:
 
 
 def hidden_std(config: ModelConfig) -> float:
-    """Standard deviation of the initial weights of the layers' matrices."""
+    """Standard deviation of the initial weights of the layers' matrices that read a width."""
     return config.init_std / config.width_multiplier**0.5
 
 

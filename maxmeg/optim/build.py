@@ -56,8 +56,8 @@ def decays(variable: nnx.Variable) -> bool:
 
 
 def mup_factors(config: OptimConfig, width: float) -> tuple[float, float]:
-    """muP's factors of the learning rates of layers' matrices and of all other parameters, for a
-    model of `width` times the base width (Yang et al., 2022, table 8).
+    """muP's factors of the learning rates of layers' matrices that read a width, and of all
+    other parameters, for a model of `width` times the base width (Yang et al., 2022, table 8).
 
     Updates of AdamW, Lion and Adafactor do not shrink with their gradients, those of SGD do. Muon's
     have a spectral norm of sqrt(width) with scale=spectral, and should have that of the base model.
@@ -82,9 +82,11 @@ def descend(config: OptimConfig, width: float = 1.0) -> optax.GradientTransforma
     groups, everything = [Group.of(text) for text in config.groups], Group("*", 1.0, 1.0)
 
     def rate(path, parameter) -> float:
-        if is_matrix_of_layer(path, parameter):
-            return 1.0 if "lora" in info(parameter).axes else of_matrices
-        return ratio * of_others
+        if not is_matrix_of_layer(path, parameter):
+            return ratio * of_others
+        if "lora" in info(parameter).axes:
+            return 1.0
+        return of_matrices if info(parameter).reads_width else of_others
 
     def update(updates, state, params=None, **rates):
         learning_rate, weight_decay = rates["learning_rate"], rates["weight_decay"]

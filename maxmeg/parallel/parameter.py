@@ -39,7 +39,8 @@ class ParameterInfo:
     matrices by themselves (optim/muon.py). exact: never rounded to the compute dtype. state: the
     train step sets the variable from auxiliary values of its layer; it has no gradient. frozen: in
     the frozen base of adapters. num_kv_heads: key/value heads along the dimension "kv_heads", which
-    is never sharded inside a head. gradient_dtype: in which its gradient is summed over devices.
+    is never sharded inside a head. reads_width: whether the number of its inputs is a width, by
+    which muP scales, and not a rank. gradient_dtype: in which its gradient is summed over devices.
     fsdp_axes: mesh axes over which fsdp shards a matrix.
 
     Of the weights of a train step: is_gathered: over fsdp; cut: how ZeRO-1 shards a weight of the
@@ -55,6 +56,7 @@ class ParameterInfo:
     state: bool = False
     frozen: bool = False
     num_kv_heads: int = 0
+    reads_width: bool = True
     gradient_dtype: jnp.dtype = jnp.dtype(jnp.float32)
     fsdp_axes: tuple[str, ...] = ("fsdp",)
     is_gathered: bool = False

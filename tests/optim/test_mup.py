@@ -1,6 +1,7 @@
 """muP: at every width a step changes activations by as much as at the base width."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from maxmeg.optim.build import make_optimizer, mup_factors
 from maxmeg.program import Program
 from maxmeg.state import to_arrays
 
-BASE, STEPS = 32, 4
+BASE, STEPS, NO_DECAY = 32, 4, {"weight_decay": 0.0}
 # Factor between changes of hidden states at the base width and at 8 times it. Widths are finite:
 # over 7 draws of tokens it is 0.83 to 1.25. Without muP it is over 8.
 SAME = 1.3
@@ -114,6 +115,40 @@ def test_initial_values_and_factors_are_the_formulas():
     assert models[1].logit_scale == 0.5 / 4
     attention = models[1].stack.groups[0].sublayers[0].mixers["attention"].spec
     assert attention.scale == 4**0.5 / 16  # instead of 1 / sqrt(16)
+
+
+RANKS = {
+    "layers": "*(mla,mlp kda,moe)",
+    "mla.query_rank": 8,
+    "mla.kv_rank": 8,
+    "mla.rotary_size": 2,
+    "delta.num_heads": 4,
+    "delta.kernel_size": 2,
+    "delta.rank": 8,
+    "moe.num_experts": 2,
+    "moe.latent_size": 8,
+    "num_layers": 2,
+}
+READ_RANKS = re.compile(
+    r".*(mla\.(query|key|value)_up|kda\.(gate|step)|latent_up|experts\.(up|gate))\b.*"
+)
+
+
+def test_matrices_that_read_a_rank_are_those_of_the_base_width():
+    """Their inputs do not grow with the width: neither initial values nor rates shrink."""
+    configs = [config_of(4 * BASE, mup, **RANKS).model for mup in (False, True)]
+    models = jax.jit(lambda key: [LM(key, config) for config in configs])(jax.random.key(0))
+    plain, ours = [{"stack": model.stack} for model in models]
+    optimizer, rates = make_optimizer(OptimConfig(Optimizer.sgd), width=4.0), RATES | NO_DECAY
+    ones = jax.tree.map(jnp.ones_like, ours)
+    steps, _ = optimizer.update(ones, optimizer.init(ours), ours, **rates)
+    plain, ours, steps = map(to_arrays, (plain, ours, steps))
+    matrices = {name: a for name, a in plain.items() if a.ndim > 2 and "conv" not in name}
+    assert sum(READ_RANKS.fullmatch(name) is not None for name in matrices) == 8
+    for name, array in matrices.items():
+        factor = 4 if READ_RANKS.fullmatch(name) else 1
+        np.testing.assert_allclose(ours[name], array * factor**0.5 / 2, rtol=1e-6, err_msg=name)
+        np.testing.assert_allclose(steps[name], -0.1 * factor, rtol=1e-6, err_msg=name)
 
 
 FACTORS = [
