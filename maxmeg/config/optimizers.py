@@ -2,10 +2,14 @@
 
 import dataclasses
 import enum
+import fnmatch
 import math
+import re
 
 from maxmeg.config.model import DType
 from maxmeg.config.setting import Section, setting
+
+SUBLAYER = re.compile(r"stack\.groups\.(\d+)\.sublayers\.(\d+)\.(mixers\.)?")
 
 
 class NewtonSchulz(enum.Enum):
@@ -162,3 +166,13 @@ class Group:
                 "the learning rate and of the weight decay, as in 'embedding.*:0.5:0'"
             )
         return cls(pattern, rate, decay)
+
+    def matches(self, name: str) -> bool:
+        """Whether the pattern matches the full or the short name of a parameter."""
+        return any(fnmatch.filter((name, short_name(name)), self.pattern))
+
+
+def short_name(name: str) -> str:
+    """The name of a parameter in optim.groups: "layers.0.1.mlp.up.weight" for a weight of sublayer
+    1 of group 0 of the stack."""
+    return SUBLAYER.sub(r"layers.\1.\2.", name)

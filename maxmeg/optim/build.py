@@ -1,7 +1,6 @@
 """OptimConfig -> an optax chain that gets learning rate and weight decay with each update."""
 
 import dataclasses
-import fnmatch
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,6 @@ from maxmeg.optim.soap import scale_by_soap
 from maxmeg.optim.storage import stored
 from maxmeg.optim.trees import is_matrix_of_layer
 from maxmeg.parallel.parameter import info, is_variable
-from maxmeg.runtime.metrics.parameter_table import short_name
 
 
 def make_optimizer(
@@ -94,8 +92,7 @@ def descend(config: OptimConfig, width: float = 1.0) -> optax.GradientTransforma
 
         def one(path, update, parameter):
             name = jax.tree_util.keystr(path, simple=True, separator=".")
-            names = name, short_name(name)
-            group = next((g for g in groups if fnmatch.filter(names, g.pattern)), everything)
+            group = next((g for g in groups if g.matches(name)), everything)
             matched.add(group)
             decay = group.decay * weight_decay if decays(parameter) else 0.0
             factor = group.rate * rate(path, parameter)

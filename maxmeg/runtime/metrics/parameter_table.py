@@ -1,10 +1,9 @@
 """The table of all parameters (log.parameters)."""
 
 import dataclasses
-import re
 from collections.abc import Sequence
 
-_SUBLAYER = re.compile(r"stack\.groups\.(\d+)\.sublayers\.(\d+)\.(mixers\.)?")
+from maxmeg.config.optimizers import short_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,8 +20,8 @@ class ParameterRow:
 def parameter_table(rows: Sequence[ParameterRow], width: int) -> list[str]:
     """Lines of at most `width` columns: name, shape with sharded dimensions, bytes per device.
 
-    "1024/tensor x 64": the first dimension is sharded over the mesh axis tensor. Sublayer 1 of
-    group 0 of the stack is named layers.0.1. Names that are too long lose their beginning.
+    "1024/tensor x 64": the first dimension is sharded over the mesh axis tensor. Names are
+    those of optim.groups; those that are too long lose their beginning.
     """
     cells = [(short_name(row.name), _shape(row), num_bytes(row.bytes_per_device)) for row in rows]
     total = num_bytes(sum(row.bytes_per_device for row in rows))
@@ -46,11 +45,6 @@ def num_bytes(number: float) -> str:
             return f"{number:.0f} {unit}" if unit == "B" else f"{number:.3g} {unit}"
         number /= 1024
     return f"{number:.3g} TiB"
-
-
-def short_name(name: str) -> str:
-    """The name of a parameter in the table and in optim.groups."""
-    return _SUBLAYER.sub(r"layers.\1.\2.", name)
 
 
 def _shape(row: ParameterRow) -> str:
