@@ -153,25 +153,26 @@ def build_dataset(
     )
 
 
+def open_split(
+    config: Config, prefixes: list[str], tokenizer: Tokenizer, index: int, samples: Asked
+) -> Dataset | None:
+    """`build_dataset` with the settings of a run."""
+    model, folder = config.model, cache_folder(config.data, config.run_dir)
+    place = config.data, prefixes, tokenizer, index
+    return build_dataset(*place, config.seed, model.vocab_size, samples, folder)
+
+
 def build_validation(
-    config: DataConfig,
-    prefixes: list[str],
-    tokenizer: Tokenizer,
-    seed: int,
-    vocab_size: int = 0,
-    num_samples: Asked = None,
-    cache_dir: str = "",
+    config: Config, prefixes: list[str], tokenizer: Tokenizer, samples: Asked = None
 ) -> dict[str, Dataset]:
     """The validation sets by name; one set, named "", unless data.validate_each is set.
 
-    num_samples: samples read of each set. The dict is empty where no sequence is left for
-    validation.
+    samples: those read of each set. The dict is empty where no sequence is left for validation.
     """
-    rest = (seed, vocab_size, num_samples, cache_dir)
-    if not config.validate_each:
-        whole = build_dataset(config, prefixes, tokenizer, 1, *rest)
+    if not config.data.validate_each:
+        whole = open_split(config, prefixes, tokenizer, 1, samples)
         return {} if whole is None else {"": whole}
-    (paths, weights), split = _find_blend(config, prefixes, 1)
+    (paths, weights), split = _find_blend(config.data, prefixes, 1)
     if weights is not None or split != _whole_split(1):
         raise ValueError(
             f"data.validate_each=True cannot read {' '.join(paths)} with weights {weights} and "
@@ -181,9 +182,9 @@ def build_validation(
     names = [os.path.basename(path) for path in paths]
     sets = {}
     for name, path in zip(names if len(set(names)) == len(names) else paths, paths, strict=True):
-        alone = dataclasses.replace(config)
-        read_whole(alone, (path,), 1)
-        sets[name] = build_dataset(alone, [path], tokenizer, 1, *rest)
+        alone = dataclasses.replace(config, data=dataclasses.replace(config.data))
+        read_whole(alone.data, (path,), 1)
+        sets[name] = open_split(alone, [path], tokenizer, 1, samples)
     return sets
 
 

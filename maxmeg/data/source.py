@@ -5,13 +5,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from maxmeg.config.schema import Config
-from maxmeg.data.build import (
-    build_dataset,
-    build_validation,
-    cache_folder,
-    open_corpus,
-    samples_asked,
-)
+from maxmeg.data.build import build_validation, open_corpus, open_split, samples_asked
 from maxmeg.data.inspect.composition import print_data
 from maxmeg.data.resuming import warn_of_order
 from maxmeg.data.samples.dataset import Dataset, RecordedDataset
@@ -59,16 +53,14 @@ class Corpora:
     ) -> tuple[Dataset, dict[str, Dataset]]:
         """Open the sets, with the samples in the order that the checkpoint kept; print them."""
         saved = metadata.get("data_order")
-        common = (config.seed, config.model.vocab_size)
-        folder = cache_folder(config.data, config.run_dir)
         asked = [samples_asked(config, split, schedules, saved or ()) for split in (0, 1)]
-        where = (config.data, self._prefixes, self.tokenizer)
-        train = build_dataset(*where, 0, *common, asked[0], folder)
+        place = self._prefixes, self.tokenizer
+        train = open_split(config, *place, 0, asked[0])
         assert isinstance(train, RecordedDataset)  # an empty training split is an error
         check_epochs(schedules.total_samples / train.samples_per_epoch, config.data.max_epochs)
-        validation = build_validation(*where, *common, asked[1], folder)
+        validation = build_validation(config, *place, asked[1])
         if multihost.is_primary():
             warn_of_order(saved, train, schedules.consumed_samples(step))
             named = {f"validation {name}".rstrip(): data for name, data in validation.items()}
-            print_data(config, self._prefixes, self.tokenizer, {"train": train, **named}, schedules)
+            print_data(config, *place, {"train": train, **named}, schedules)
         return train, validation

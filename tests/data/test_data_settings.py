@@ -91,7 +91,7 @@ def test_sets_of_their_own_are_read_whole(three, tmp_path, order):
 def test_validation_sets_by_name(three, tmp_path, make_corpus):
     def names(config):
         tokenizer, prefixes = open_corpus(config, "unused")
-        sets = build_validation(config, prefixes, tokenizer, 3, 0, 30)
+        sets = build_validation(Config(data=config, seed=3), prefixes, tokenizer, 30)
         return {name: corpora_of(data, 30) for name, data in sets.items()}
 
     config = settings(three, train_paths=(three["c"],), validation_paths=(three["a"], three["b"]))

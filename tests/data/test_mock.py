@@ -42,5 +42,5 @@ def test_a_run_reads_it_without_files(tmp_path):
         assert all((again[name] == batch[name]).all() for name in batch)
         parts.append(data.ranges[0])
     assert parts == [(0, 33_333), (33_333, 66_667), (66_667, 100_000)]
-    assert list(build_validation(config.data, prefixes, tokenizer, 1234)) == [""]
+    assert list(build_validation(config, prefixes, tokenizer)) == [""]
     assert not list(tmp_path.iterdir())

@@ -10,13 +10,7 @@ import numpy as np
 
 from maxmeg.config.schema import Config
 from maxmeg.config.validate import resolve, validate
-from maxmeg.data.build import (
-    build_dataset,
-    cache_folder,
-    open_corpus,
-    samples_asked,
-    split_weights,
-)
+from maxmeg.data.build import open_corpus, open_split, samples_asked, split_weights
 from maxmeg.data.samples.dataset import SPLITS, Dataset, RecordedDataset, Use
 from maxmeg.data.tokenizers.tokenizer import Tokenizer
 from maxmeg.optim.schedules import Schedules
@@ -44,7 +38,9 @@ def uses_of(config: Config) -> list[SplitUse]:
     resolve(config, tokenizer.vocab_size, tokenizer.required_size)
     schedules = Schedules(config)
     sets = {
-        name: _open_split(config, prefixes, tokenizer, index, schedules)
+        name: open_split(
+            config, prefixes, tokenizer, index, samples_asked(config, index, schedules)
+        )
         for index, name in enumerate(SPLITS)
     }
     return _split_uses(config, sets, schedules)
@@ -64,7 +60,8 @@ def print_data(
     opened for the table.
     """
     with contextlib.suppress(ValueError):  # training works without a test split
-        test = _open_split(config, prefixes, tokenizer, SPLITS.index("test"), schedules)
+        samples = samples_asked(config, SPLITS.index("test"), schedules)
+        test = open_split(config, prefixes, tokenizer, SPLITS.index("test"), samples)
         sets = {**sets, "test": test}
     uses = _split_uses(config, sets, schedules)
     print(composition_text([dataclasses.replace(use, corpora=()) for use in uses]), flush=True)
@@ -123,21 +120,6 @@ def split_warnings(uses: Sequence[SplitUse], weights: Mapping[str, float] | None
                 " change data.split"
             )
     return warnings
-
-
-def _open_split(
-    config: Config, prefixes: list[str], tokenizer: Tokenizer, index: int, schedules: Schedules
-) -> Dataset | None:
-    return build_dataset(
-        config.data,
-        prefixes,
-        tokenizer,
-        index,
-        config.seed,
-        config.model.vocab_size,
-        samples_asked(config, index, schedules),
-        cache_folder(config.data, config.run_dir),
-    )
 
 
 def _split_uses(
