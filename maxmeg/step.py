@@ -122,7 +122,7 @@ def make_gradients(
     """
     objective = objective or OBJECTIVES[config.data.objective]
     dtype, recipe = jnp.dtype(config.model.dtype.value), recipe_of(config.train.quantization)
-    stored = training_transforms(model, mesh, config.parallel.zero1, dtype)
+    stored = training_transforms(model, mesh, config.parallel.zero1, dtype, recipe)
     specs = jax.tree.map(lambda a: a.sharding.spec, model)
     pipelined = SCHEDULES[config.parallel.schedule.value]
     schedule = pipelined if config.parallel.pipe > 1 else one_f_one_b

@@ -30,7 +30,7 @@ from maxmeg.ops.recipes import RECIPES
 from maxmeg.ops.straight_through import to_int8
 from maxmeg.parallel.parameter import is_variable
 from maxmeg.state import array_name
-from maxmeg.weights.quantized import MULTIPLE, quantized_matrices
+from maxmeg.weights.quantized import quantized_matrices
 
 WEIGHT = ".weight"
 Arrays: typing.TypeAlias = dict[str, jax.Array]
@@ -127,7 +127,7 @@ class QuantizedWeights:
         if not chosen:
             raise ValueError(
                 f"--quantize={quantize.value}: no matrix of the layers has sizes that are "
-                f"multiples of {RECIPES[self._format.recipe].block or MULTIPLE}: leave --quantize "
+                f"multiples of {RECIPES[self._format.recipe].multiple}: leave --quantize "
                 "out"
             )
         for binding in chosen:

@@ -46,6 +46,9 @@ Quantized = tuple[jax.Array, ...]
 Shares = enum.Enum("Shares", ["nothing", "layer", "column"])
 
 
+MULTIPLE = 16  # sizes of matrices that cuBLAS multiplies
+
+
 @dataclasses.dataclass(frozen=True)
 class Recipe:
     """How a layer's products round their operands: inputs and weights to the dtype `forward`,
@@ -73,6 +76,11 @@ class Recipe:
     draws: bool = False
     grouped: bool = True
     dispatch: bool = False
+
+    @property
+    def multiple(self) -> int:
+        """Rows and columns of a matrix must be multiples of it."""
+        return self.block or MULTIPLE
 
     @property
     def shares(self) -> Shares:

@@ -25,19 +25,22 @@ class Fuse:
 
     The first weight of a group becomes their concatenation along the last dimension; the others
     have no array. A device's columns of each weight belong together. Weights stay separate if they
-    are not trained, or if ZeRO-1 or fsdp treat them differently or shard their last dimension.
+    are not trained, if ZeRO-1 or fsdp treat them differently or shard their last dimension, or if
+    the columns of one are no multiple of `multiple`: it is not quantized, whatever the mesh.
     trained: a tree like the trained part of the model.
     """
 
     mesh: Mesh
     trained: typing.Any
+    multiple: int = 1
 
     def enter(self, model):
         model = _copy(model)
         for module in _modules(model):
             for names in _groups(module):
                 weights = [_weight(module, name) for name in names]
-                if not can_fuse(weights, {info(weight).cut for weight in weights}, self.mesh):
+                cuts = {info(weight).cut for weight in weights}
+                if not can_fuse(weights, cuts, self.mesh, self.multiple):
                     continue
                 first, widths = weights[0], tuple(weight.shape[-1] for weight in weights)
                 columns = sum(info(weight).sizes[-1] for weight in weights)
@@ -75,11 +78,16 @@ def split_columns(array: jax.Array, widths: tuple[int, ...]) -> list[jax.Array]:
 
 
 def can_fuse(
-    weights: Sequence[nnx.Variable], cuts: set[Cut | None], mesh: Mesh | AbstractMesh
+    weights: Sequence[nnx.Variable],
+    cuts: set[Cut | None],
+    mesh: Mesh | AbstractMesh,
+    multiple: int = 1,
 ) -> bool:
-    """Whether trained weights differ at most in the width of their last dimension, and neither fsdp
-    nor ZeRO-1 shards it. cuts: of ZeRO-1."""
+    """Whether trained weights differ at most in the width of their last dimension, a multiple of
+    `multiple`, and neither fsdp nor ZeRO-1 shards it. cuts: of ZeRO-1."""
     if not all(info(weight).is_trained for weight in weights) or len(cuts) > 1:
+        return False
+    if any(info(weight).sizes[-1] % multiple for weight in weights):
         return False
     (cut,), last = cuts, weights[0].ndim - 1
     kinds = {

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxmeg.ops.backend import target_device
-from maxmeg.ops.quantized import Quantized, Recipe, Shares, check_device, matmul
+from maxmeg.ops.quantized import MULTIPLE, Quantized, Recipe, Shares, check_device, matmul
 from maxmeg.ops.random import fold
 from maxmeg.parallel.collectives import (
     PIPE_AXIS,
@@ -34,7 +34,6 @@ from maxmeg.parallel.mesh import MESH_AXES
 from maxmeg.parallel.parameter import Cut, ParameterInfo, info, num_stacked, replaced
 from maxmeg.parallel.rules import mesh_axes
 
-MULTIPLE = 16  # sizes of matrices that cuBLAS multiplies
 KEY = 2**20  # folded into a step's key: of the rounding of gradients (layers are fewer)
 
 
@@ -110,7 +109,7 @@ class Quantize:
         if not matrices:
             raise ValueError(
                 "train.quantization.recipe has no effect: no matrix of the layers has sizes that "
-                f"are multiples of {recipe.block or MULTIPLE}; choose such sizes (model.hidden_size"
+                f"are multiples of {recipe.multiple}; choose such sizes (model.hidden_size"
                 ", model.mlp.ffn_size ...), another recipe (tensorwise: multiples of "
                 f"{MULTIPLE}), or none"
             )
@@ -218,8 +217,7 @@ def _has_matrices(node) -> bool:
 def quantized_matrices(model, recipe: Recipe) -> list[tuple]:
     """(module, attribute) of each matrix to quantize; fused projections count as one matrix."""
     named = [(module, name) for module in quantizable_modules(model) for name in module.quantizable]
-    multiple = recipe.block or MULTIPLE
-    return [(m, name) for m, name in named if _is_quantized(getattr(m, name), multiple)]
+    return [(m, name) for m, name in named if _is_quantized(getattr(m, name), recipe.multiple)]
 
 
 def _is_quantized(weight: nnx.Variable | None, multiple: int) -> bool:

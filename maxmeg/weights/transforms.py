@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
+from maxmeg.ops.quantized import Recipe
 from maxmeg.parallel import collectives
 from maxmeg.parallel.rules import Reduction, reductions
 from maxmeg.parallel.trainable import joined, partition, trained
@@ -55,12 +56,16 @@ def leave(transforms: Sequence[Transform], gradients):
     return gradients
 
 
-def training_transforms(model, mesh: Mesh, zero1: bool, dtype) -> list[Transform]:
-    """All transforms of a training step but Quantize, for an abstract model with shardings."""
+def training_transforms(
+    model, mesh: Mesh, zero1: bool, dtype, recipe: Recipe | None = None
+) -> list[Transform]:
+    """All transforms of a training step but Quantize, for an abstract model with shardings. recipe:
+    that Quantize will be for."""
     places = reductions(model, mesh, zero1)
     outer, stack = partition(places)
     outer = joined(outer, jax.tree.map(lambda place: dataclasses.replace(place, cut=None), stack))
-    return [*whole_weights(outer, dtype), ByLayer(places), Fuse(mesh, trained(places))]
+    fuse = Fuse(mesh, trained(places), recipe.multiple if recipe else 1)
+    return [*whole_weights(outer, dtype), ByLayer(places), fuse]
 
 
 def whole_weights(places, dtype) -> list[Transform]:

@@ -64,7 +64,8 @@ def test_projections_are_fused_on_each_device_and_separate_is_the_inverse(sizes)
 
 
 def test_weights_that_differ_stay_separate():
-    """In what is trained, in the dimension that fsdp or ZeRO-1 shards, in the gradients' dtype."""
+    """In what is trained, in the dimension that fsdp or ZeRO-1 shards, in the gradients' dtype; or
+    if one alone is quantized."""
     mesh, cases = mesh_of(fsdp=2, data=2), {}
     cases["alike"] = attention()
     cases["last dimension"] = attention(width=3)
@@ -75,6 +76,9 @@ def test_weights_that_differ_stay_separate():
     for name, layer in cases.items():
         model = Fuse(mesh, None).enter(with_cuts(layer, mesh))
         assert bool(info(model.query.weight).fused_widths) == (name == "alike"), name
+    for multiple, is_fused in ((G * K, True), (H * K, False)):  # whether both are quantized
+        model = Fuse(mesh, None, multiple).enter(with_cuts(attention(), mesh))
+        assert bool(info(model.query.weight).fused_widths) is is_fused
     mesh = mesh_of(data=8)  # ZeRO-1 cuts the rows; 12 of them have no eighth, but columns have
     for width, is_fused in ((D, True), (12, False)):
         layer = attention(width)

@@ -396,6 +396,9 @@ def workload(config: Config, num_devices: int, device: Device | None = None) -> 
         parallel.fsdp_context,
     )
     every = _parameters(key, adapters_key(config.lora))
+    recipe = recipe_of(config.train.quantization)
+    multiple = recipe.multiple if recipe else 1
+    mesh = mesh_shape(axes, parallel.fold)
     return Workload(
         config,
         axes,
@@ -404,7 +407,7 @@ def workload(config: Config, num_devices: int, device: Device | None = None) -> 
         places,
         max(chunks, key=load),
         blocks,
-        _shards(every, mesh_shape(axes, parallel.fold), stored, vocabulary, parallel.zero1, over),
+        _shards(every, mesh, stored, vocabulary, parallel.zero1, over, multiple),
         lanes(parallel.schedule, microbatches, parallel.pipe, parallel.chunks),
         device or gpu_here(),
         target,
@@ -421,9 +424,10 @@ def _units_of_groups(repeats: tuple[int, ...], stages: int, counts: tuple[int, .
 
 @functools.lru_cache(maxsize=4096)
 def _shards(
-    every, axes, places, vocabulary: int, zero1: bool, over_context: bool
+    every, axes, places, vocabulary: int, zero1: bool, over_context: bool, multiple: int
 ) -> tuple[Shard, ...]:
-    """The shard of every parameter. places: number of units of each group on a device."""
+    """The shard of every parameter. places: number of units of each group on a device. multiple:
+    of sizes of quantized matrices."""
     mesh = typing.cast(Mesh, AbstractMesh(axes, MESH_AXES))
     shards, groups = [], collections.defaultdict(list)
     for parameter in every:
@@ -452,7 +456,7 @@ def _shards(
         shards.append(Shard(*sizes, gathered, scattered, sums, cuts=cuts))
     for group in groups.values():
         numbers, variables, cuts = zip(*group, strict=True)
-        if can_fuse(variables, set(cuts), mesh):
+        if can_fuse(variables, set(cuts), mesh, multiple):
             for i in numbers:
                 shards[i] = dataclasses.replace(shards[i], fused=True, first_fused=i == numbers[0])
     return tuple(shards)
