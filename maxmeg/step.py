@@ -24,7 +24,7 @@ from maxmeg.ops.recipes import recipe_of
 from maxmeg.optim.build import clip
 from maxmeg.optim.scaling import next_scaler, unscaled
 from maxmeg.optim.update import Parts, on_device, update
-from maxmeg.parallel import collectives
+from maxmeg.parallel import collectives, ordering
 from maxmeg.parallel.batch import Batch
 from maxmeg.parallel.mesh import TOKEN_AXES, batch_shards
 from maxmeg.parallel.placement import batch_spec
@@ -133,7 +133,7 @@ def make_gradients(
         batch = complete(batch, reduction, batch_shards(mesh), masks, scale)
         weights = enter(stored, model)
         if has_shards(weights):
-            batch = collectives.after(batch, partition(weights)[0])
+            batch = ordering.after(batch, partition(weights)[0])
         transforms = [*stored, Quantize(recipe, batch, raw_key)]
         weights = enter(transforms[-1:], weights)
         gradients, sums = local_gradients(weights, batch, raw_key, config, objective, schedule)

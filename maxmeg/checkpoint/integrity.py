@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxmeg.checkpoint.places import MANIFEST, sizes_of
+from maxmeg.parallel.ordering import together
 from maxmeg.processes.host import is_on_host, to_device
 from maxmeg.runtime.object_storage import is_remote
 
@@ -129,7 +130,7 @@ def digest_all(arrays: list[jax.Array], rows: list[np.ndarray | None]) -> list[j
     sums = [jnp.zeros(2, jnp.uint32)]
     for x, order in zip(arrays, rows, strict=True):
         if is_on_host(x):
-            x, _ = jax.lax.optimization_barrier((x, sums[-1]))
+            x, _ = together((x, sums[-1]))
         sums.append(_digest(to_device(x), rows=order))
     return sums[1:]
 

@@ -25,7 +25,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from maxmeg.ops.chunk_scan import PLAIN, ScanSpec, chunk_scan
-from maxmeg.parallel import collectives
+from maxmeg.parallel import collectives, ordering
 from maxmeg.parallel.context import stacked_halves
 from maxmeg.parallel.mesh import CONTEXT_AXES
 
@@ -73,7 +73,7 @@ def states_before(k_BLGN, v_BLHP, log_decay, beta_BLH, segments_BL, spec: ScanSp
         both_BHNP = chunk_scan(None, *arrays, spec)[1]
         state_BHNP, through = both_BHNP[..., :P], both_BHNP[..., P:]
     if is_new_EB is not None:
-        through = collectives.after(through, is_new_EB)
+        through = ordering.after(through, is_new_EB)
     return folded(state_BHNP, through, is_new_EB)
 
 

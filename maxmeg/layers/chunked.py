@@ -16,9 +16,10 @@ from jaxtyping import Array, Float
 from maxmeg.layers.attention import Attention, AttentionSpec
 from maxmeg.layers.context import Context
 from maxmeg.layers.cross import CrossAttention, CrossSpec
-from maxmeg.parallel.collectives import after, axis_size
+from maxmeg.parallel.collectives import axis_size
 from maxmeg.parallel.context import halos, stacked_halves
 from maxmeg.parallel.mesh import CONTEXT_AXES
+from maxmeg.parallel.ordering import after
 
 Outputs = tuple[Float[Array, "B L D"], None, dict]
 

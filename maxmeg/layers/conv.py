@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from maxmeg.layers.cache import CacheSize, lane_states, with_lane_states
 from maxmeg.layers.context import Context
 from maxmeg.ops.random import uniform
-from maxmeg.parallel import collectives
+from maxmeg.parallel import ordering
 from maxmeg.parallel.collectives import axis_size
 from maxmeg.parallel.context import halos, stacked_halves
 from maxmeg.parallel.mesh import CONTEXT_AXES
@@ -61,7 +61,7 @@ class Depthwise(nnx.Module):
         parts, halos_BWX = (stacked_halves(x) for x in (x_BLX, halos(x_BLX, before)))
         if segments_BL is not None:
             # Zeros are before the sequence: 1 more than every id is no id of theirs.
-            ids = halos(collectives.after(segments_BL + 1, halos_BWX), before), segments_BL + 1
+            ids = halos(ordering.after(segments_BL + 1, halos_BWX), before), segments_BL + 1
             segments_BL = jnp.concatenate([stacked_halves(x) for x in ids], axis=1)
         y_NLX = self(parts, halos_BWX, segments_BL)
         return jnp.concatenate(jnp.split(y_NLX, 2), axis=1)

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from maxmeg.ops.broadcast import zeros_after
 from maxmeg.ops.random import normal
 from maxmeg.parallel import collectives
 from maxmeg.parallel.collectives import VOCAB_AXES
+from maxmeg.parallel.ordering import zeros_after
 from maxmeg.parallel.parameter import info, parameter
 
 

@@ -16,6 +16,7 @@ from maxmeg.layers.residual import Residual, ResidualSpec
 from maxmeg.layers.stream import Stream
 from maxmeg.ops.random import fold, split
 from maxmeg.parallel.collectives import keeps
+from maxmeg.parallel.ordering import together
 from maxmeg.parallel.trainable import fixed, joined, trained
 from maxmeg.pipeline.layout import Layout, arrange
 
@@ -70,9 +71,7 @@ def _gradients_first(weights, x):
     return weights, x
 
 
-_gradients_first.defvjp(
-    lambda *values: (values, None), lambda _, gradients: lax.optimization_barrier(gradients)
-)
+_gradients_first.defvjp(lambda *values: (values, None), lambda _, gradients: together(gradients))
 
 
 def first_sublayer(unit: Unit) -> tuple[Unit, Unit]:

@@ -30,15 +30,3 @@ def backward(shape, summed, _, slope):
 
 
 expand.defvjp(forward, backward)
-
-
-def zeros_after(x, shape: tuple[int, ...], dtype=jnp.float32) -> jax.Array:
-    """Zeros that exist once the arrays of the tree x do. XLA would make all plain zeros of one
-    shape together, before the first of them is needed, and keep them."""
-    return jnp.broadcast_to(never(x).astype(dtype), shape)
-
-
-def never(x) -> jax.Array:
-    """False, which XLA cannot know before it has computed the arrays of the tree x."""
-    firsts = [jnp.ravel(leaf)[0] > jnp.inf for leaf in jax.tree.leaves(x)]
-    return functools.reduce(jnp.logical_or, firsts)

@@ -21,6 +21,7 @@ from flax import nnx
 
 from maxmeg.config.schema import Moments
 from maxmeg.ops.random import fold, random_bits
+from maxmeg.parallel.ordering import together
 from maxmeg.parallel.parameter import info, is_variable, replaced
 
 BLOCK = 128  # largest number of elements with one scale
@@ -39,7 +40,7 @@ def stored(
         return inner
 
     def init(params):
-        state = jax.lax.optimization_barrier(inner.init(params))  # XLA would encode zeros slowly
+        state = together(inner.init(params))  # XLA would encode zeros slowly
         return encode(state, moments, jax.random.key(0))
 
     def update(updates, state, params=None, **rates):

@@ -19,8 +19,8 @@ from jax.sharding import Mesh
 
 from maxmeg.config.schema import OptimConfig, Optimizer
 from maxmeg.layers.auxiliary import choose
-from maxmeg.ops.broadcast import never
 from maxmeg.optim.storage import STACKED, divided, orders, whole
+from maxmeg.parallel.ordering import never
 from maxmeg.parallel.parameter import is_variable
 from maxmeg.parallel.trainable import fixed, joined, part, trained
 from maxmeg.processes.host import is_on_host, to_device, to_memory_of

@@ -17,7 +17,7 @@ from jax import lax
 from jax.ad_checkpoint import Offloadable, checkpoint_name
 
 from maxmeg.config.recompute import NAMES
-from maxmeg.parallel.mesh import MESH_AXES, TENSOR_AXES
+from maxmeg.parallel.mesh import TENSOR_AXES
 from maxmeg.parallel.parameter import info, is_variable, replaced
 from maxmeg.parallel.rules import fsdp_dim
 from maxmeg.processes.host import HOST
@@ -105,34 +105,6 @@ def permute(x, axis: str, pairs: list[tuple[int, int]]):
     return lax.ppermute(x, axis, pairs) if present((axis,)) else x
 
 
-def permute_in_stage(
-    x: jax.Array, axes: tuple[str, ...], pairs: list[tuple[int, int]]
-) -> jax.Array:
-    """`permute` over axes of one pipeline stage, also where other stages do not come along.
-
-    XLA's CPU runtime waits for all devices of a program in a permute: with several stages it
-    gathers instead.
-    """
-    axes = present(axes)
-    if not axes:
-        return x
-    sources = np.full(axis_size(axes), -1)
-    for source, target in pairs:
-        sources[target] = source
-
-    def gathered(x: jax.Array) -> jax.Array:
-        source = jnp.asarray(sources)[axis_index(axes)]
-        everything = lax.all_gather(x, axes)
-        return jnp.where(source < 0, 0, everything[jnp.maximum(source, 0)]).astype(x.dtype)
-
-    def permuted(x: jax.Array) -> jax.Array:
-        return lax.ppermute(x, axes, pairs)
-
-    if not present((PIPE_AXIS,)):
-        return permuted(x)
-    return lax.platform_dependent(x, cpu=gathered, default=permuted)
-
-
 def exchange(
     x: jax.Array, axes: tuple[str, ...], cut: int = 0, joined: int = 0, groups=None
 ) -> jax.Array:
@@ -142,23 +114,6 @@ def exchange(
     if not axes:
         return x
     return lax.all_to_all(x, axes, cut, joined, tiled=True, axis_index_groups=groups)
-
-
-def after(tree, before):
-    """`tree`, whose readers XLA's CPU runtime starts after `before` is there.
-
-    It would start collectives that do not depend on each other side by side, and confuse those of
-    one kind over the same devices. Elsewhere nothing changes.
-    """
-    if not present(MESH_AXES):
-        return tree
-
-    def tied(tree, before):
-        starts = [jnp.ravel(leaf)[0] > jnp.inf for leaf in jax.tree.leaves(before)]
-        never = functools.reduce(jnp.logical_or, starts, jnp.asarray(False))
-        return jax.tree.map(lambda leaf: leaf + never.astype(leaf.dtype), tree)
-
-    return lax.platform_dependent(tree, before, cpu=tied, default=lambda tree, before: tree)
 
 
 def gather_sequence(x_BLD: jax.Array, sharded: bool = True) -> jax.Array:

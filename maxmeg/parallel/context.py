@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from maxmeg.parallel import collectives
+from maxmeg.parallel import collectives, ordering
 from maxmeg.parallel.mesh import CONTEXT_AXES
 from maxmeg.parallel.sequence import chunk_places
 
@@ -98,7 +98,7 @@ def shifted(x: jax.Array, step: int, distance: int = 1, cyclic: bool = True) -> 
     ranks = collectives.axis_size(CONTEXT_AXES)
     ends = ((source, source + step * distance) for source in range(ranks))
     pairs = [(source, end % ranks) for source, end in ends if cyclic or 0 <= end < ranks]
-    return collectives.permute_in_stage(x, CONTEXT_AXES, pairs)
+    return ordering.permute_in_stage(x, CONTEXT_AXES, pairs)
 
 
 def halos(x: jax.Array, width: int, distance: int = 1) -> jax.Array:
@@ -106,7 +106,7 @@ def halos(x: jax.Array, width: int, distance: int = 1) -> jax.Array:
     half = x.shape[1] // 2
     first, second = (half_of(x, number)[:, half - width :] for number in (0, 1))
     before = shifted(first, 1, distance, cyclic=False)
-    after = shifted(collectives.after(second, before), -1, distance, cyclic=False)
+    after = shifted(ordering.after(second, before), -1, distance, cyclic=False)
     return jnp.concatenate((before, jnp.where(_is_last(distance), first, after)), axis=1)
 
 
@@ -114,7 +114,7 @@ def halos_back(d_halos: jax.Array, length: int, distance: int = 1) -> jax.Array:
     """The transpose of `halos` of an array of `length` tokens."""
     d_before, d_after, tail = half_of(d_halos, 0), half_of(d_halos, 1), d_halos.shape[2:]
     d_first = shifted(d_before, -1, distance, cyclic=False)
-    d_second = shifted(collectives.after(d_after, d_first), 1, distance, cyclic=False)
+    d_second = shifted(ordering.after(d_after, d_first), 1, distance, cyclic=False)
     d_first += jnp.where(_is_last(distance), d_after, 0)
     rest = jnp.zeros_like(d_halos, shape=(len(d_halos), length // 2 - d_first.shape[1], *tail))
     return jnp.concatenate((rest, d_first, rest, d_second), axis=1)

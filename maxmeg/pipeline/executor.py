@@ -24,10 +24,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from maxmeg.layers.auxiliary import choose, start_values
-from maxmeg.ops.broadcast import never
-from maxmeg.parallel import collectives
+from maxmeg.parallel import collectives, ordering
 from maxmeg.parallel.collectives import PIPE_AXIS
 from maxmeg.parallel.maxima import combine
+from maxmeg.parallel.ordering import never, together
 from maxmeg.parallel.trainable import joined
 from maxmeg.pipeline.gradients import GroupGradients, Sums
 from maxmeg.pipeline.layout import Layout
@@ -192,7 +192,7 @@ class Executor:
         """The gradients of each group after the last tick."""
         settled = []
         for group, sums in zip(self.gradients, carry.groups, strict=True):
-            waiting = collectives.after(sums.waiting, carry.dy)
+            waiting = ordering.after(sums.waiting, carry.dy)
             settled.append(group.settled(sums._replace(waiting=waiting)))
         return settled
 
@@ -228,7 +228,7 @@ class Executor:
             carry = self.weight(carry, rows["weight"], last)
         if {"forward", "backward"} <= set(lanes) and not self.alone:
             # Keep the sends in this tick, beside the other lane's work: XLA would delay them.
-            x, dy = lax.optimization_barrier((carry.x, carry.dy))
+            x, dy = together((carry.x, carry.dy))
             carry = carry._replace(x=x, dy=dy)
         return carry, None
 
@@ -378,7 +378,7 @@ class Executor:
 
         def embedded():
             share = self.program.embed(self.program.outer, self.microbatch(microbatch))
-            return collectives.sum_over(collectives.after(share, arrived), (PIPE_AXIS,))
+            return collectives.sum_over(ordering.after(share, arrived), (PIPE_AXIS,))
 
         entering = (microbatch >= 0) & (work.chunk[0] == 0)
         if self.alone:
@@ -422,14 +422,14 @@ class Executor:
             return [], carry
         zeros = functools.partial(start_values, shapes)
         later = compute() if always else lax.cond(number >= 0, compute, zeros)
-        later, x = lax.optimization_barrier((later, carry.x))
-        return later, carry._replace(x=collectives.after(x, later))
+        later, x = together((later, carry.x))
+        return later, carry._replace(x=ordering.after(x, later))
 
     def later_backward(self, carry: Carry, d_later: list, number, always: bool) -> Carry:
         """Add the gradients of what the head has read, after the backward lane: the other stages
         would wait for the last one before it."""
-        d_later, dy = lax.optimization_barrier((d_later, carry.dy))
-        d_later = collectives.after(d_later, dy)
+        d_later, dy = together((d_later, carry.dy))
+        d_later = ordering.after(d_later, dy)
 
         def add(total):
             return self.add_embedding(total, self.program.later, number, d_later)
@@ -470,7 +470,7 @@ class Executor:
     def output_backward(self, carry: Carry, d_output: jax.Array) -> Carry:
         """Add the output weight's gradient. XLA adds it, or scatters it over fsdp, after the layers
         in any case; without the barrier it may convert it to float32 before them."""
-        d_output, dy = lax.optimization_barrier((d_output, carry.dy))
+        d_output, dy = together((d_output, carry.dy))
         (gradients,) = jax.vjp(self.program.output, self.program.outer)[1](d_output)
         return carry._replace(dy=dy, outer=combine(carry.outer, gradients))
 

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from maxmeg.layers.auxiliary import start_values
-from maxmeg.ops.broadcast import zeros_after
 from maxmeg.parallel import collectives
 from maxmeg.parallel.maxima import combine
+from maxmeg.parallel.ordering import zeros_after
 from maxmeg.parallel.parameter import Cut
 from maxmeg.parallel.trainable import joined, without
 from maxmeg.pipeline.residuals import combine_at, read, write

@@ -15,6 +15,7 @@ from jax import lax
 from maxmeg.layers.auxiliary import start_values
 from maxmeg.parallel import collectives
 from maxmeg.parallel.collectives import PIPE_AXIS
+from maxmeg.parallel.ordering import together
 from maxmeg.pipeline.residuals import UnitVjp
 
 
@@ -43,7 +44,7 @@ from_last_stage.defvjp(lambda tree: (from_last_stage(tree), None), lambda _, d: 
 def summed(tree):
     """Sums over pipe. All are there before any is read: in backward the last stage must not begin
     its own part while the others wait for a sum."""
-    return lax.optimization_barrier(collectives.sum_over(tree, (PIPE_AXIS,)))
+    return together(collectives.sum_over(tree, (PIPE_AXIS,)))
 
 
 def on_last_stage(function: Callable, params, x, constants):

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from maxmeg.parallel import collectives
+from maxmeg.parallel import ordering
+from maxmeg.parallel.ordering import together
 from maxmeg.parallel.parameter import info
 from maxmeg.parallel.trainable import joined, part, without
 from maxmeg.pipeline.residuals import read, write
@@ -51,18 +52,18 @@ class GroupWeights:
         """
         if isinstance(slot, int) and slot + 1 == self.slots:
             return params, weights
-        params, x = lax.optimization_barrier((params, x))
+        params, x = together((params, x))
         first, others = self.divide(params)
         rows = [self.divide(row) for row in self.gathered(slot + 1, x)]
-        others, soon = lax.optimization_barrier((others, [row for row, _ in rows]))
+        others, soon = together((others, [row for row, _ in rows]))
         rows = [joined(row, later) for row, (_, later) in zip(soon, rows, strict=True)]
         return joined(first, others), self.with_slot(weights, slot + 1, rows)
 
     def gathered(self, slot, x) -> list:
         """The weights of a slot of each chunk."""
         rows = [read(self.cut, place) for place in self.places(slot)]
-        rows, _ = lax.optimization_barrier((rows, x))
-        return [gather_layer(row) for row in collectives.after(rows, x)]
+        rows, _ = together((rows, x))
+        return [gather_layer(row) for row in ordering.after(rows, x)]
 
     def with_slot(self, weights, slot, rows: list):
         """`weights` with the gathered rows of a slot of each chunk."""

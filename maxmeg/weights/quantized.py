@@ -24,13 +24,13 @@ from maxmeg.ops.quantized import MULTIPLE, Quantized, Recipe, Shares, check_devi
 from maxmeg.ops.random import fold
 from maxmeg.parallel.collectives import (
     PIPE_AXIS,
-    after,
     axis_index,
     gather,
     max_over,
     unshard_parameter,
 )
 from maxmeg.parallel.mesh import MESH_AXES
+from maxmeg.parallel.ordering import after
 from maxmeg.parallel.parameter import Cut, ParameterInfo, info, num_stacked, replaced
 from maxmeg.parallel.rules import mesh_axes
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import jax
 
-from maxmeg.parallel.collectives import after, gather, scatter
+from maxmeg.parallel.collectives import gather, scatter
+from maxmeg.parallel.ordering import after
 from maxmeg.parallel.parameter import Cut, info, is_variable, replaced
 from maxmeg.parallel.trainable import joined, partition, trained
 

@@ -29,7 +29,7 @@ from maxmeg.distributed.attention.rounds import Expand, Plan, Result, Rows, in_r
 from maxmeg.ops.attention.call import attention_with_lse, output_and_largest
 from maxmeg.ops.attention.spec import Operands, ScoreSpec
 from maxmeg.ops.backend import log_choice
-from maxmeg.parallel import collectives
+from maxmeg.parallel import collectives, ordering
 from maxmeg.parallel.context import (
     chunks_in_order,
     in_order,
@@ -119,7 +119,7 @@ def exchanged(call: ContextCall, inner: int) -> Result:
     groups, operands = collectives.inside(CONTEXT_AXES, nodes), call.operands
     number, heads = collectives.axis_index(CONTEXT_AXES) % inner, call.q_BLHK.shape[2] // inner
     q_BLHK = in_order(collectives.exchange(call.q_BLHK, CONTEXT_AXES, 2, 1, groups), inner)
-    kv_BLGI, weights = collectives.after(call.kv_BLGI, q_BLHK), call.weights
+    kv_BLGI, weights = ordering.after(call.kv_BLGI, q_BLHK), call.weights
     if call.expand.of_each_head:
         kv_BLGI = repeated_heads(kv_BLGI, inner)
         kv_BLGI = collectives.exchange(kv_BLGI, CONTEXT_AXES, 2, 1, groups)

@@ -22,7 +22,7 @@ from jax import lax
 from maxmeg.ops.attention.call import attention_with_lse, block_gradients
 from maxmeg.ops.attention.flash import sink_gradient, with_sinks
 from maxmeg.ops.attention.spec import NEGATIVE, AttentionDropout, Operands, ScoreSpec
-from maxmeg.parallel import collectives
+from maxmeg.parallel import collectives, ordering
 from maxmeg.parallel.context import (
     Half,
     half_of,
@@ -192,7 +192,7 @@ def in_rounds_forward(plan: Plan, q_BLHK, kv_BLGI, weights, sinks_H, rows: Rows)
     B, half, rounds = q_BLHK.shape[0], q_BLHK.shape[1] // 2, rounds_of(plan)
     arrived, following, done, totals, highest = kv_BLGI, kv_BLGI, None, [None, None], []
     for turn in rounds:
-        arrived = not_before(following, done)
+        arrived = ordering.not_before(following, done)
         if turn is not rounds[-1]:
             following = moved(plan, arrived)
         k_NMGK, v_NMGV = plan.expand(weights, turn.keys(arrived))
@@ -224,11 +224,11 @@ def in_rounds_backward(plan: Plan, residuals, slopes):
     d_kv: jax.Array | None = None
     arrived = following = kv_BLGI if len(rounds) == 1 else moved_before(plan, kv_BLGI)
     for number, turn in reversed(list(enumerate(rounds))):
-        arrived = not_before(following if number else kv_BLGI, done)
+        arrived = ordering.not_before(following if number else kv_BLGI, done)
         if number > 1:
             following = moved_before(plan, arrived)
         if d_kv is not None:
-            d_kv = moved_back(plan, collectives.after(d_kv, following), kv_BLGI)
+            d_kv = moved_back(plan, ordering.after(d_kv, following), kv_BLGI)
         (k_NMGK, v_NMGV), into = jax.vjp(plan.expand, weights, turn.keys(arrived))
         operands = turn.operands(plan, rows, B, half)
         call = turn.queries(q_BLHK), k_NMGK, v_NMGV, turn.spec, operands
@@ -288,16 +288,6 @@ def moved_back(plan: Plan, d_arrived: jax.Array, kv_BLGI: jax.Array) -> jax.Arra
     if plan.halo is None:
         return shifted(d_arrived, -1, plan.distance)
     return halos_back(d_arrived, kv_BLGI.shape[1], plan.distance)
-
-
-def not_before(x: jax.Array, done: jax.Array | None) -> jax.Array:
-    """x, of which one element depends on `done`: XLA would send all pieces first, one at a time,
-    and hide nothing behind attention. It removes a barrier before it schedules."""
-    if done is None:
-        return x
-    place = (0,) * x.ndim
-    never = jnp.ravel(done)[0].astype(jnp.float32) > jnp.inf
-    return x.at[place].set(jnp.where(never, 0, x[place]).astype(x.dtype))
 
 
 def transposed(function, x: jax.Array, slope: jax.Array) -> jax.Array:

@@ -20,7 +20,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from maxmeg.distributed.experts import packed
 from maxmeg.distributed.experts.packed import Rows, Send
-from maxmeg.ops.broadcast import never
 from maxmeg.ops.experts.dispatch import (
     Order,
     capacity_of,
@@ -34,6 +33,7 @@ from maxmeg.ops.experts.dispatch import (
 from maxmeg.ops.quantized import Recipe
 from maxmeg.parallel import collectives
 from maxmeg.parallel.mesh import MESH_AXES
+from maxmeg.parallel.ordering import depending
 from maxmeg.parallel.trainable import fixed, joined, trained
 
 EVERYWHERE = tuple(axis for axis in MESH_AXES if axis != collectives.PIPE_AXIS)
@@ -312,8 +312,7 @@ def _further_rounds_backward(exchange, first, operands, slope_TD):
     start = (jnp.int32(first), zeros)
     total = lax.while_loop(lambda state: state[0] < rounds, body, start)[1]
     gradients = jax.tree.map(lambda sum, a: sum.astype(a.dtype), total, variables)
-    slope_TD += never(gradients[1]).astype(slope_TD.dtype)
-    return slope_TD, *gradients, None, None
+    return depending(slope_TD, gradients[1]), *gradients, None, None
 
 
 further_rounds: Any = jax.custom_vjp(_further_rounds, nondiff_argnums=(0, 1))

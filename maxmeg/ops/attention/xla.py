@@ -21,6 +21,7 @@ from maxmeg.ops.backend import Device
 from maxmeg.ops.cross_entropy.call import softcapped
 from maxmeg.ops.dropout import dropout
 from maxmeg.parallel import collectives
+from maxmeg.parallel.ordering import together
 
 QUERY_BLOCK = 512  # queries whose scores exist at once
 PIECES = 16  # at most, of the queries: each is compiled separately, with its own range of keys
@@ -76,7 +77,7 @@ def attend(q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: Operands):
         run = typing.cast(Callable, functools.partial(piece, block))
         inputs = (q_BLGJK[:, start:stop], *kv, (operands.sinks_H, operands.bias_NH))
         if results:  # in sequence, in backward too: else XLA holds the scores of several blocks
-            inputs, results[-1] = lax.optimization_barrier((inputs, results[-1]))
+            inputs, results[-1] = together((inputs, results[-1]))
         results.append(run(*inputs, rows) if block.alone else recomputed(run, inputs, (rows,)))
     out, *others = (jnp.concatenate(parts, axis=1) for parts in zip(*results, strict=True))
     return out.reshape(B, L, H, -1), *(x.reshape(B, L, H) for x in others)
@@ -99,7 +100,7 @@ def recomputed_forward(function, inputs, others):
 def recomputed_backward(function, residuals, cotangent):
     inputs, others = residuals
     # Without a barrier XLA merges the recomputation with an equal forward in the same computation.
-    inputs, cotangent = lax.optimization_barrier((inputs, cotangent))
+    inputs, cotangent = together((inputs, cotangent))
     _, transpose = jax.vjp(lambda *arrays: function(*arrays, *others), *inputs)
     return transpose(cotangent), None
 

@@ -23,6 +23,7 @@ from maxmeg.ops.cross_entropy.spec import (
     known_targets,
     losses,
 )
+from maxmeg.parallel.ordering import together
 
 SUPPORTS = "bfloat16 and float16 on Hopper GPUs, every option, widths and words in multiples of 64"
 CHUNK = 2**27  # elements of the logits' gradient that exist at a time: 256 MiB in bfloat16
@@ -81,7 +82,7 @@ def backward(spec: CrossEntropySpec, residuals, cotangents):
     sums = lax.fori_loop(0, V // size, lambda i, sums: add(i * size, size, *sums), sums)
     if V % size:
         # The barrier keeps XLA from computing this chunk's gradient first and storing it.
-        rows, sums = lax.optimization_barrier((rows, sums))
+        rows, sums = together((rows, sums))
         sums = add(V - V % size, V % size, *sums)
     return sums[0].astype(h_TD.dtype), sums[1], None, None
 

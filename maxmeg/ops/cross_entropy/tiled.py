@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from maxmeg.ops.broadcast import zeros_after
 from maxmeg.ops.cross_entropy.spec import (
     MASKED,
     CrossEntropySpec,
@@ -31,6 +30,7 @@ from maxmeg.ops.cross_entropy.spec import (
     softcapped,
 )
 from maxmeg.ops.cross_entropy.xla import DTYPES, refuses
+from maxmeg.parallel.ordering import zeros_after
 
 __all__ = ["SUPPORTS", "TILES", "Tiles", "linear_cross_entropy", "refuses"]
 

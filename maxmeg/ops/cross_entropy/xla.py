@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from maxmeg.ops.backend import Device
-from maxmeg.ops.broadcast import zeros_after
 from maxmeg.ops.cross_entropy.spec import (
     MASKED,
     CrossEntropySpec,
@@ -25,6 +24,7 @@ from maxmeg.ops.cross_entropy.spec import (
 )
 from maxmeg.parallel import collectives
 from maxmeg.parallel.collectives import VOCAB_AXES
+from maxmeg.parallel.ordering import together, zeros_after
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 SUPPORTS = f"every option, on every device, in {', '.join(DTYPES)}"
@@ -129,7 +129,7 @@ def one_chunk(
     weights_T1 = weights_T[:, None]
     slope_T = (1 + 2 * spec.z_loss * logsumexp_T) / total_T
     # Not the exponentials above: XLA for B200s would store them, as many bytes as the logits.
-    again_T = lax.optimization_barrier(largest_T)
+    again_T = together(largest_T)
     exp_TV = jnp.exp(logits_TV - again_T[:, None])
     d_TV = exp_TV * slope_T[:, None] - jnp.where(hit_TV, 1 - spec.smoothing, 0.0)
     if spec.smoothing:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from maxmeg.ops.broadcast import never
+from maxmeg.parallel.ordering import depending
 
 
 class Order(NamedTuple):
@@ -174,7 +174,7 @@ def _weighted(x_RF, weights_R):
 def _weighted_backward(operands, slope_RF):
     _, pull = jax.vjp(_weighted, *operands)
     slope_R = pull(slope_RF)[1]
-    return pull(slope_RF + never(slope_R).astype(slope_RF.dtype))[0], slope_R
+    return pull(depending(slope_RF, slope_R))[0], slope_R
 
 
 _weighted_in_order: Any = jax.custom_vjp(_weighted)
