@@ -112,10 +112,12 @@ class MoeSpec(MlpSpec):
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(MlpSpec)}
         return dataclasses.replace(MlpSpec(**fields), ffn_size=self.shared_ffn_size)
 
-    def products(self, matrices: jax.ShapeDtypeStruct, device: Device) -> tuple[str, str]:
+    def products(
+        self, matrices: jax.ShapeDtypeStruct, recipe: Recipe | None, device: Device
+    ) -> tuple[str, str]:
         """The backend of the experts and why, as `choose_backend` returns them.
 
-        matrices: [experts, D, F] of a device."""
+        matrices: [experts, D, F] of a device. recipe: of their products, or None."""
         if self.pad:
             return BATCHED, ""
         most = self.routing.num_experts / self.routing.top_k  # every token to the same experts
@@ -124,6 +126,7 @@ class MoeSpec(MlpSpec):
             matrices,
             buffer=self.buffer,
             limit=min(self.capacity or most, most),
+            fp8=recipe is not None and not recipe.block,
             device=device,
         )
 
@@ -222,7 +225,8 @@ class Experts(nnx.Module):
         D = self.spec.latent_size or self.spec.hidden_size
         shape, dtype = (self.up.shape[-3], D, self.up.shape[-1]), self.up.dtype
         matrices = jax.ShapeDtypeStruct(shape, dtype)
-        name, reason = self.spec.products(matrices, target_device())
+        recipe = next((codes.recipe for codes in self.codes.values()), None)
+        name, reason = self.spec.products(matrices, recipe, target_device())
         if self.spec.backend == "auto":
             log_choice("experts", name, reason)
         return name

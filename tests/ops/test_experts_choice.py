@@ -11,9 +11,9 @@ from maxmeg.ops.experts.choice import choose_backend, warn_of_xla, xla_words
 HOPPER, AMPERE, CPU = Device("cuda", (9, 0)), Device("cuda", (8, 0)), Device("cpu")
 
 
-def chosen(device=HOPPER, named="auto", buffer=1.5, limit=4.0, size=128):
+def chosen(device=HOPPER, named="auto", buffer=1.5, limit=4.0, size=128, fp8=False):
     matrices = jax.ShapeDtypeStruct((8, size, 256), "bfloat16")
-    how = {"buffer": buffer, "limit": limit, "device": device}
+    how = {"buffer": buffer, "limit": limit, "fp8": fp8, "device": device}
     return choose_backend(named, matrices, **how)
 
 
@@ -22,6 +22,8 @@ def chosen(device=HOPPER, named="auto", buffer=1.5, limit=4.0, size=128):
     [
         ({}, "mosaic", ""),
         ({"size": 100}, "batched", "not multiples of 64"),
+        ({"size": 192}, "mosaic", ""),
+        ({"size": 192, "fp8": True}, "batched", "not multiples of 128"),  # bytes, as gpt-oss' 2880
         ({"device": AMPERE}, "batched", "needs a Hopper GPU"),
         ({"device": CPU}, "xla", ""),
         ({"limit": 1.1}, "batched", ""),

@@ -25,12 +25,14 @@ def choose_backend(
     *,
     buffer: float,
     limit: float,
+    fp8: bool,
     device: Device,
 ) -> tuple[str, str]:
     """(BATCHED or a backend of grouped_matmul, why "auto" does not use another one).
 
     matrices: [experts, D, F] of a device. buffer: rows of a block over an expert's mean load.
-    limit: the same of a block that holds every load.
+    limit: the same of a block that holds every load. fp8: whether a kernel would multiply fp8
+    numbers with scales of rows and columns.
 
     On a GPU "auto" is batched if a block holds every load and has few empty rows, else our kernel,
     else batched. XLA's grouped product multiplies each row by every expert.
@@ -40,7 +42,7 @@ def choose_backend(
     if limit <= min(buffer, MOST_EMPTY):
         return BATCHED, ""
     rows = jax.ShapeDtypeStruct((1, matrices.shape[1]), matrices.dtype)
-    reason = grouped_matmul_mosaic.refuses(rows, matrices, None, False, device)
+    reason = grouped_matmul_mosaic.refuses(rows, matrices, None, fp8, device)
     order = measured_order("grouped_matmul", BACKENDS, ("mosaic",), device.capability)
     if not reason and order[0] != "mosaic":
         reason = f"{order[0]} was measured to be faster"

@@ -156,7 +156,7 @@ def dispatch_of(work: Workload) -> Dispatch:
     shards = 1 if parallel.fold > 1 else tensor
     sizes = (local_experts, width, spec.ffn_size // shards)
     matrices = jax.ShapeDtypeStruct(sizes, model.dtype.value)
-    backend, reason = spec.products(matrices, work.device)
+    backend, reason = spec.products(matrices, work.recipe if in_codes(work) else None, work.device)
     nodes, tokens = spec.nodes, work.tokens // (tensor if folded(work) else 1)
     return Dispatch(
         tokens=tokens,
