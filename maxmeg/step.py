@@ -5,6 +5,7 @@ They accumulate in float32, unreduced, over all microbatches and are then reduce
 """
 
 import dataclasses
+import functools
 import typing
 from collections.abc import Callable
 
@@ -183,9 +184,10 @@ def make_train_step(
         finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"])
         rates = {name: controls[name] for name in ("learning_rate", "weight_decay")}
         old = Parts(saved(state.model), state.remainders, state.optimizer, state.ema)
-        parts, aux = (optimizer, config.optim, gradients, old), state.model.aux_of(sums)
+        aux = state.model.aux_of(sums)
+        optimize = functools.partial(optimizer.update, key=key, **rates)
         with jax.named_scope("optimizer"):
-            new = update(*parts, aux, finite, mesh, key=key, **rates)
+            new = update(optimize, config.optim, gradients, old, aux, finite, mesh, state.step)
         metrics |= {
             "grad_norm": norm,
             "tokens": sums["tokens"],

@@ -120,8 +120,9 @@ def update_alone(config, state) -> Callable:
         finite, key = jnp.isfinite(norm), jax.random.wrap_key_data(state.key)
         old = Parts(saved(state.model), state.remainders, state.optimizer, state.ema)
         rates = {"learning_rate": 1e-6, "weight_decay": 0.01}
-        parts = transformation, config.optim, gradients, old, aux, finite, mesh
-        new = update(*parts, key=key, **rates)
+        optimize = functools.partial(transformation.update, key=key, **rates)
+        parts = config.optim, gradients, old, aux, finite, mesh, state.step
+        new = update(optimize, *parts)
         model = joined(new.model, frozen(state.model))
         parts = {"optimizer": new.moments, "remainders": new.remainders, "ema": new.ema}
         return dataclasses.replace(state, model=model, **parts)

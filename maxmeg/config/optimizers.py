@@ -127,7 +127,8 @@ class EmaConfig(Section):
 
     decay: float = setting(
         0.0,
-        "after each step: average = decay * average + (1 - decay) * weights; 0: off",
+        "after each step: average = decay * average + (1 - decay) * weights, with a decay of at "
+        "most (1 + n) / (10 + n) after n steps; 0: off",
         at_least=0,
         below=1,
     )

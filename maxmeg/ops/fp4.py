@@ -93,7 +93,9 @@ class Nvfp4(Recipe):
         rows = quantize_nvfp4(slope, (1, BLOCK), key=keys[0])
         return rows, quantize_nvfp4(rotated(slope), (BLOCK, 1), key=keys[1])
 
-    def multiply(self, a: Quantized, b: Quantized, dims: tuple[int, int], dtype) -> jax.Array:
+    def multiply(
+        self, a: Quantized, b: Quantized, dims: tuple[int, int], dtype, precision=None
+    ) -> jax.Array:
         if not target_device().is_cuda:
             left, right = (self.wide(each, wider(dtype)) for each in (a, b))
             return contract(left, right, dims, dtype)

@@ -53,7 +53,9 @@ class StraightThrough(Recipe):
     ) -> tuple[Quantized, Quantized]:
         return (slope,), (slope,)
 
-    def multiply(self, a: Quantized, b: Quantized, dims: tuple[int, int], dtype) -> jax.Array:
+    def multiply(
+        self, a: Quantized, b: Quantized, dims: tuple[int, int], dtype, precision=None
+    ) -> jax.Array:
         left, right = (self.wide(each, dtype) for each in (a, b))
         return contract(left, right, dims, dtype)
 

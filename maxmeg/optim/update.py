@@ -40,22 +40,24 @@ class Parts(typing.NamedTuple):
 
 
 def update(
-    optimizer,
+    optimize: Callable,
     optim: OptimConfig,
     gradients,
     old: Parts,
     aux: list,
     finite: jax.Array,
     mesh: Mesh,
-    **arguments,
+    step: jax.Array,
 ) -> Parts:
     """Run the optimizer on the trained part of the model, update the state of its layers, and
     average its weights. Returns `old` if the step is not `finite`.
 
-    aux: auxiliary values of the layers as LM.update takes them. arguments: for the optimizer's
-    update.
+    optimize(gradients, moments, masters) -> (updates, moments): the optimizer's update. aux:
+    auxiliary values of the layers as LM.update takes them. step: number of steps before this one.
     """
-    run = functools.partial(apply, optimizer, optim.ema.decay, arguments)
+    # An average that began with the first weights forgets them soon.
+    decay = jnp.minimum(optim.ema.decay, (1 + step) / (10 + step))
+    run = functools.partial(apply, optimize, decay)
     run = functools.partial(store, finite, run)
     if not optim.offload and optim.optimizer not in IN_LOOP:
         return run(gradients, old, aux)
@@ -94,19 +96,17 @@ def on_device(model, dtype, mesh: Mesh):
     return model
 
 
-def apply(
-    optimizer, decay: float, arguments: dict, gradients, old: Parts, aux: list, **rows
-) -> Parts:
+def apply(optimize: Callable, decay: jax.Array, gradients, old: Parts, aux: list, **rows) -> Parts:
     """Update arrays in device memory; returns float32 masters without remainders."""
     masters = whole(trained(old.model), old.remainders)
-    updates, moments = optimizer.update(gradients, old.moments, masters, **arguments, **rows)
+    updates, moments = optimize(gradients, old.moments, masters, **rows)
     model = joined(jax.tree.map(jnp.add, masters, updates), fixed(old.model))
     model.update(aux)
     return Parts(model, None, moments, averaged(old.ema, trained(model), decay))
 
 
 @jax.named_scope("average")
-def averaged(ema, weights, decay: float):
+def averaged(ema, weights, decay: jax.Array):
     """Return the EMA weights after a step, or None without EMA."""
     return ema and jax.tree.map(lambda a, w: decay * a + (1 - decay) * w, ema, weights)
 

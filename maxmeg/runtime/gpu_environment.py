@@ -5,14 +5,17 @@ benchmarks/NOTES.md, "Flags of XLA", has what those that were tried change.
 """
 
 import dataclasses
+import functools
 import glob
 import itertools
+import logging
 import math
 import os
 import re
 from collections.abc import Mapping
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from maxmeg.config.parallel import GPUS_A_NODE
@@ -20,6 +23,8 @@ from maxmeg.parallel.mesh import MESH_AXES
 from maxmeg.parallel.parameter import info, is_variable, num_stacked
 from maxmeg.parallel.rules import fsdp_dim, reduction, storage_axes
 from maxmeg.runtime.platform import choose_platform, uses_gpu
+
+log = logging.getLogger("maxmeg")
 
 # Fraction of a GPU's memory that XLA preallocates as its pool; XLA's default is 0.75. Arrays, the
 # step's temporaries and cuDNN's workspaces come from the pool. The CUDA context, loaded kernels
@@ -215,7 +220,18 @@ def compiler_options(
     if len(links(mesh)) > 1 or mesh.shape["context"] > 1:
         options[AT_ONCE] = 2
     users = user_flags(os.environ)
-    return {name: value for name, value in options.items() if name not in users}
+    return {n: value for n, value in options.items() if n not in users and is_known(n, value)}
+
+
+@functools.cache
+def is_known(name: str, value: int | bool) -> bool:
+    """Whether this XLA has an option, which a later one may drop: else the first call warns."""
+    try:
+        jax.jit(lambda: jnp.int32(0), compiler_options={name: value}).lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        log.warning("compiled without %s=%s: %s", name, value, error)
+        return False
+    return True
 
 
 def links(mesh: Mesh) -> set[bool]:

@@ -26,6 +26,7 @@ from maxmeg.runtime.gpu_environment import (
     compiler_options,
     generation_of,
     gpu_environment,
+    is_known,
     memory_fraction,
     recorded_environment,
     set_gpu_environment,
@@ -210,3 +211,9 @@ def test_scatters_of_large_matrices_are_not_combined_with_others(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS")
     monkeypatch.setattr("maxmeg.runtime.gpu_environment.XLA_COMBINES", size)
     assert compiler_options(model, gpus) == {}
+
+
+def test_an_option_that_xla_does_not_know_is_left_out_with_a_warning(caplog):
+    assert is_known(COMBINED, 7) and not caplog.text
+    assert not is_known("xla_gpu_dropped", 1)
+    assert "compiled without xla_gpu_dropped=1" in caplog.text
