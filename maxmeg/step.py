@@ -63,12 +63,13 @@ def local_gradients(
         return joined(outer, fixed_outer).embed(microbatch, context(microbatch, raw_key))
 
     def shared(microbatch: Batch):
-        return microbatch, units.with_rotations(context(microbatch, raw_key)).rotations
+        dtype = jnp.dtype(config.model.dtype.value)
+        return microbatch, units.with_tables(context(microbatch, raw_key), dtype).tables
 
     def unit(params, x, given, prevent_cse: bool):
-        (microbatch, rotations), layer, rest = given
+        (microbatch, tables), layer, rest = given
         whole = collectives.whole(joined(params, rest))
-        ctx = dataclasses.replace(context(microbatch, raw_key), rotations=rotations)
+        ctx = dataclasses.replace(context(microbatch, raw_key), tables=tables)
         return units.run_unit(whole, x, ctx, layer, prevent_cse=prevent_cse)
 
     def later(outer: Model, microbatch: Batch):

@@ -34,6 +34,9 @@ from maxmeg.config.model import DType
 from maxmeg.config.parallel import Schedule
 from maxmeg.config.schema import LossBackend, LossReduction
 from maxmeg.eval_step import make_compute_copy, make_eval_step
+from maxmeg.ops import backend
+from maxmeg.ops.attention import cudnn
+from maxmeg.ops.backend import Device
 from maxmeg.state import to_arrays
 from maxmeg.step import make_gradients, make_train_step
 
@@ -247,15 +250,37 @@ def computed(jaxpr, primitive: str, depth: int = 0) -> Counter:
 )
 def test_layers_share_the_rotations_of_a_microbatch(model, parallel, count):
     """Forward and recomputation of all layers read the same cosines, and so does backward."""
-    config = tiny(model, {"micro_batch_size": 4}, **parallel)
+    traced = traced_gradients(tiny(model, {"micro_batch_size": 4}, **parallel))
+    for primitive in ("cos", "sin"):
+        # In the loop over ticks, by each lane; none in loops over layers.
+        assert computed(traced.jaxpr, primitive) == {1: count}
+
+
+def traced_gradients(config, **extra: np.ndarray):
     mesh = mesh_of(config)
     _, abstract = tiny_abstract(config, mesh)
     gradients = make_gradients(config, mesh, abstract.model)
     key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
-    traced = jax.make_jaxpr(gradients)(abstract.model, tiny_batch(config, mesh), key)
-    for primitive in ("cos", "sin"):
-        # In the loop over ticks, by each lane; none in loops over layers.
-        assert computed(traced.jaxpr, primitive) == {1: count}
+    return jax.make_jaxpr(gradients)(abstract.model, tiny_batch(config, mesh, **extra), key)
+
+
+def test_layers_share_the_mask_of_a_microbatch_that_cudnn_reads(monkeypatch):
+    """One of each window, by forward and by backward; none in loops over layers."""
+    visible, hopper = cudnn.visible, Device("cuda", (9, 0))
+
+    def marked(*call):
+        return jnp.cbrt(visible(*call).astype(jnp.float32)) > 0
+
+    monkeypatch.setattr(cudnn, "visible", marked)
+    monkeypatch.setattr(cudnn.fused, "check_cudnn_version", lambda: 92800)
+    for user in (backend, cudnn):
+        monkeypatch.setattr(user, "target_device", lambda: hopper)
+    fields = {"dtype": DType.bfloat16, "hidden_size": 64, "recompute": "selective"}
+    fields |= {"num_layers": 5, "layers": "*(local,mlp attention,mlp)", "attention.window": 5}
+    config = tiny(fields, {"micro_batch_size": 4}, fsdp=1)
+    documents = np.ones((BATCH, config.data.sequence_length), np.int32)
+    traced = traced_gradients(config, segment_ids=documents)
+    assert computed(traced.jaxpr, "cbrt") == {1: 4}
 
 
 @pytest.mark.parametrize(

@@ -48,8 +48,8 @@ def capture(
             captured[name] = x
 
     ctx = Context(jnp.broadcast_to(jnp.arange(ids_BL.shape[1]), ids_BL.shape))
-    ctx = model.stack.with_rotations(ctx)
     x = model.embed_tokens(ids_BL, ctx)
+    ctx = model.stack.with_tables(ctx, x["target"].dtype)
     keep("embedding", x["target"])
     firsts = [sum(repeats for _, repeats in config.groups[:i]) for i in range(len(config.groups))]
     for number, place in enumerate(places(config.groups)):

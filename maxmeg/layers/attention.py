@@ -1,6 +1,7 @@
 """Self-attention: multi-head, grouped-query or multi-query, with a key/value cache for decoding."""
 
 import dataclasses
+import functools
 import typing
 
 import jax
@@ -11,12 +12,12 @@ from maxmeg.distributed.attention.context import ContextCall, among_heads, atten
 from maxmeg.distributed.attention.context_choice import ContextStrategy
 from maxmeg.distributed.attention.rounds import Expand
 from maxmeg.layers.cache import CacheSize, cached_attention, empty_pages
-from maxmeg.layers.context import Context, RotaryKind
+from maxmeg.layers.context import Context, TableMakers
 from maxmeg.layers.linear import Linear, project
 from maxmeg.layers.mixer import Mixer, MixerSpec, Widths
 from maxmeg.layers.norm import Norm, NormSpec
 from maxmeg.layers.qk_clip import LARGEST, QkClip, scale_heads
-from maxmeg.ops.attention.call import attention_with_lse, output_and_largest
+from maxmeg.ops.attention.call import attention_with_lse, dense_mask, output_and_largest
 from maxmeg.ops.attention.spec import AttentionDropout, Operands, ScoreSpec
 from maxmeg.ops.attention.temperature import Temperature
 from maxmeg.ops.random import split
@@ -91,9 +92,55 @@ class AttentionSpec(MixerSpec):
         """Size of the part of a head that `rotary` is about."""
         return self.head_dim
 
+    def tables(self, dtype: jax.typing.DTypeLike) -> TableMakers:
+        makers: TableMakers = {self.mask_key: functools.partial(self.mask, dtype)}
+        if self.rotary is None:
+            return makers
+        rotary = self.rotary, self.rotated_size
+        return makers | {rotary: lambda ctx: ctx.rotation(*rotary)}
+
     @property
-    def rotary_kinds(self) -> tuple[RotaryKind, ...]:
-        return () if self.rotary is None else ((self.rotary, self.rotated_size),)
+    def mask_key(self) -> tuple:
+        """What the mask, and its form, depend on."""
+        sizes = self.key_size, self.head_output_size
+        return self.causal, self.window, self.chunk, *sizes, self.backend
+
+    def mask(self, dtype: jax.typing.DTypeLike, ctx: Context) -> jax.Array | None:
+        """`Operands.mask_B1LM` of self-attention among the tokens of `ctx` in training."""
+        is_other = self.reads_memory or not self.spans_devices or ctx.source is not None
+        if is_other or ctx.cache_places is not None or axis_size(ctx.context_axes) > 1:
+            return None
+        shape = *ctx.positions_BL.shape, 1
+        sizes = self.key_size, self.key_size, self.head_output_size
+        arrays = (jax.ShapeDtypeStruct((*shape, size), dtype) for size in sizes)
+        present: typing.Any = True  # in place of an operand whose shape no backend asks for
+        operands = Operands(
+            segments_BL=self.documents(ctx),
+            sinks_H=present if self.sinks else None,
+            dropout=present if self.dropout and ctx.training else None,
+            bias_NH=present if self.buckets else None,
+        )
+        return dense_mask((*arrays, self.score_spec(ctx), operands), backend=self.backend)
+
+    def documents(self, ctx: Context) -> jax.Array | None:
+        """Document of each token; in packed rows a chunk, which counts from the start of its
+        document, is a document of its own."""
+        if not self.chunk or ctx.segments_BL is None:
+            return ctx.segments_BL
+        return ctx.segments_BL * ctx.sequence.whole_length + ctx.positions_BL // self.chunk
+
+    def score_spec(self, ctx: Context | None = None) -> ScoreSpec:
+        """ctx: None in decoding."""
+        is_packed = ctx is not None and ctx.segments_BL is not None
+        return ScoreSpec(
+            causal=self.causal,
+            window=self.window,
+            chunk=0 if is_packed else self.chunk,
+            softcap=self.softcap,
+            scale=self.scale,
+            distance=self.distance,
+            largest=ctx is not None and ctx.training and self.clip is not None,
+        )
 
     @property
     def bias_shape(self) -> tuple[int, int] | None:
@@ -203,7 +250,7 @@ class Attention(Mixer):
         else:
             assert ctx.cache_places is not None and ctx.segments_BL is None
             bias_NH = ctx.bias_NH if self.spec.buckets else None
-            how = ctx.cache_places, self.scores(), self.sink_logits(), bias_NH
+            how = ctx.cache_places, self.spec.score_spec(), self.sink_logits(), bias_NH
             out_BLHK, cache = cached_attention(q_BLHK, (k_BLGK, v_BLGK), cache, *how)
         out_BLI = out_BLHK.reshape(*heads[:2], -1)
         if gate_BLI is not None:
@@ -224,14 +271,14 @@ class Attention(Mixer):
         if axis_size(ctx.context_axes) > 1:
             kv_BMGI = jnp.concatenate((k_BMGK, v_BMGK), axis=-1)
             return self.over_context(q_BLHK, kv_BMGI, Expand(k_BMGK.shape[-1]), (), ctx)
-        call = q_BLHK, k_BMGK, v_BMGK, self.scores(ctx), self.operands(q_BLHK, ctx)
+        call = q_BLHK, k_BMGK, v_BMGK, self.spec.score_spec(ctx), self.operands(q_BLHK, ctx)
         found = attention_with_lse(*call, backend=self.spec.backend)
         return self.reported(*output_and_largest(*found))
 
     def over_context(
         self, q_BLHK, kv_BMGI, expand: Expand, weights, ctx: Context
     ) -> tuple[jax.Array, dict]:
-        how = self.scores(ctx), self.operands(q_BLHK, ctx), self.spec.backend
+        how = self.spec.score_spec(ctx), self.operands(q_BLHK, ctx), self.spec.backend
         call = ContextCall(q_BLHK, kv_BMGI, expand, weights, *how, ctx.chunks_BC)
         return self.reported(*attention_over_context(call, self.spec.context))
 
@@ -260,23 +307,9 @@ class Attention(Mixer):
         if spec.dropout and ctx.training:
             first = first_index(TENSOR_AXES, q_BLHK.shape[2])
             drop = AttentionDropout(ctx.key(DROPOUT_PLACE), ctx.rows(), first, spec.dropout)
-        bias_NH, segments_BL = ctx.bias_NH if spec.buckets else None, ctx.segments_BL
-        if spec.chunk and segments_BL is not None:
-            segments_BL = segments_BL * ctx.sequence.whole_length + ctx.positions_BL // spec.chunk
-        return Operands(0, segments_BL, None, self.sink_logits(), drop, bias_NH)
-
-    def scores(self, ctx: Context | None = None) -> ScoreSpec:
-        """In packed rows chunks count from the start of each document: `operands` has them."""
-        spec, is_packed = self.spec, ctx is not None and ctx.segments_BL is not None
-        return ScoreSpec(
-            causal=spec.causal,
-            window=spec.window,
-            chunk=0 if is_packed else spec.chunk,
-            softcap=spec.softcap,
-            scale=spec.scale,
-            distance=spec.distance,
-            largest=ctx is not None and ctx.training and spec.clip is not None,
-        )
+        bias_NH, mask_B1LM = ctx.bias_NH if spec.buckets else None, ctx.tables.get(spec.mask_key)
+        how = self.sink_logits(), drop, bias_NH, mask_B1LM
+        return Operands(0, spec.documents(ctx), None, *how)
 
     def sink_logits(self) -> jax.Array | None:
         return None if self.sinks is None else self.sinks[...]

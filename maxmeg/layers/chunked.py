@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from maxmeg.layers.attention import Attention, AttentionSpec
-from maxmeg.layers.context import Context
+from maxmeg.layers.context import Context, Tables
 from maxmeg.layers.cross import CrossAttention, CrossSpec
 from maxmeg.parallel.collectives import axis_size
 from maxmeg.parallel.context import halos, stacked_halves
@@ -62,7 +62,7 @@ def cut_context(ctx: Context, count: int) -> Context:
         rows_B=rows_B,
         adapters_B=None if adapters_B is None else jnp.repeat(adapters_B, count),
         row_lengths_B=None,
-        rotations=None,
+        tables=Tables(),
         sequence_sharded=False,
         context_sharded=False,
     )

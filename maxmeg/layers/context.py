@@ -1,7 +1,8 @@
 """What the sublayers of one forward pass read beside their input."""
 
 import dataclasses
-from collections.abc import Sequence
+import typing
+from collections.abc import Callable, Hashable
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +15,21 @@ from maxmeg.parallel import collectives
 from maxmeg.parallel.mesh import CONTEXT_AXES, TENSOR_AXES
 from maxmeg.parallel.sequence import SequenceShard, chunk_places
 
-RotaryKind = tuple[RotarySpec, int]  # and the size of the heads
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Rotations:
-    """The Rotation of each kind, for the positions of one Context."""
+class Tables:
+    """Arrays that layers read of the tokens of one Context: rotations, and dense masks."""
 
-    kinds: tuple[RotaryKind, ...] = dataclasses.field(metadata={"static": True})
-    tables: tuple[Rotation, ...]
+    keys: tuple[Hashable, ...] = dataclasses.field(default=(), metadata={"static": True})
+    values: tuple = ()
+
+    def get(self, key: Hashable) -> typing.Any:
+        """The value of a key; None if there is none."""
+        return self.values[self.keys.index(key)] if key in self.keys else None
+
+
+TableMakers = dict[Hashable, Callable[["Context"], typing.Any]]  # by the key of Tables
 
 
 @jax.tree_util.register_dataclass
@@ -64,7 +70,7 @@ class Context:
     decoding. context_sharded: rows are cut over context; False for rows that this device holds
     whole, such as RETRO's chunks. training: apply dropout, router noise and Sinkhorn balancing.
     microbatch_weight: of this microbatch in losses that are means over microbatches.
-    rotations: of these positions, computed once for all layers (`with_rotations`).
+    tables: of these tokens, computed once for all layers (`with_tables`).
     source: of an encoder-decoder. memory: for cross attention, the other side's rows [B, M, D],
     gathered over tensor, and their context.
     bias_NH: table of relative biases of this device's heads, for attention.
@@ -83,7 +89,7 @@ class Context:
     context_sharded: bool = dataclasses.field(default=True, metadata={"static": True})
     microbatch_weight: jax.Array | float = 1.0
     training: bool = dataclasses.field(default=False, metadata={"static": True})
-    rotations: Rotations | None = None
+    tables: Tables = Tables()
     chunks_BC: jax.Array | None = None
     token_types_BL: jax.Array | None = None
     source: Source | None = None
@@ -108,16 +114,16 @@ class Context:
             tensor_rank=collectives.axis_index(tensor_axes),
         )
 
-    def with_rotations(self, kinds: Sequence[RotaryKind]) -> "Context":
-        """The context of layers that rotate heads in these ways."""
-        tables = tuple(self.rotation(spec, size) for spec, size in kinds)
-        return dataclasses.replace(self, rotations=Rotations(tuple(kinds), tables))
+    def with_tables(self, makers: TableMakers) -> "Context":
+        """The context of layers that read these tables."""
+        values = tuple(make(self) for make in makers.values())
+        return dataclasses.replace(self, tables=Tables(tuple(makers), values))
 
     def rotation(self, spec: RotarySpec, head_size: int) -> Rotation:
         """Cosines and sines for heads of `head_size` elements."""
-        kind, known = (spec, head_size), self.rotations
-        if known is not None and kind in known.kinds:
-            return known.tables[known.kinds.index(kind)]
+        table = self.tables.get((spec, head_size))
+        if table is not None:
+            return table
         lengths_B = self.row_lengths_B
         if lengths_B is None and collectives.axis_size(self.context_axes) > 1:
             last_B = jnp.max(self.positions_BL, axis=1)

@@ -54,7 +54,7 @@ class CrossAttention(Attention):
         q_BLHK = normalized(q_BLI, self.query_norm, (B, L, -1, self.spec.head_dim))
         if cache is not None:
             assert ctx.cache_places is not None
-            how = ctx.cache_places, self.scores()
+            how = ctx.cache_places, self.spec.score_spec()
             out_BLHK, cache = source_attention(q_BLHK, new, cache, *how)
             return self.out(out_BLHK.reshape(B, L, -1), ctx), cache, {}
         k_BMGK, v_BMGK = new  # pyright: ignore
@@ -67,8 +67,9 @@ class CrossAttention(Attention):
             dropout = dataclasses.replace(operands.dropout, first_query=first)
             operands = operands._replace(dropout=dropout)
         segments = self.segments(ctx, memory_ctx)
-        operands = operands._replace(segments_BL=segments[0], key_segments_BM=segments[1])
-        call = q_BLHK, k_BMGK, v_BMGK, self.scores(ctx), operands
+        documents = {"segments_BL": segments[0], "key_segments_BM": segments[1]}
+        operands = operands._replace(**documents, mask_B1LM=None)
+        call = q_BLHK, k_BMGK, v_BMGK, self.spec.score_spec(ctx), operands
         found = attention_with_lse(*call, backend=self.spec.backend)
         out_BLHK, aux = self.reported(*output_and_largest(*found))
         return self.out(out_BLHK.reshape(B, L, -1), ctx), None, aux

@@ -14,7 +14,7 @@ import jax
 from flax import nnx
 
 from maxmeg.layers.cache import CacheSize
-from maxmeg.layers.context import Context, RotaryKind
+from maxmeg.layers.context import Context, TableMakers
 
 Span = typing.Literal["whole", "shard"]  # of the sequence, which is sharded over tensor
 
@@ -65,10 +65,9 @@ class MixerSpec(abc.ABC):
 
     hidden_size: int
 
-    @property
-    def rotary_kinds(self) -> tuple[RotaryKind, ...]:
-        """What the mixer asks `Context.rotation` for."""
-        return ()
+    def tables(self, dtype: jax.typing.DTypeLike) -> TableMakers:
+        """What the mixer reads of `Context.tables`. dtype: of activations."""
+        return {}
 
     @property
     def bias_shape(self) -> tuple[int, int] | None:

@@ -222,7 +222,7 @@ class Mla(Attention):
         q_BLHK, q_rotary = jnp.split(q_BLHI, [spec.head_dim], axis=-1)
         q_latent = transposed_product(self.key_up, q_BLHK, ctx)
         q_absorbed = jnp.concatenate((q_latent, q_rotary), axis=-1)
-        scores = dataclasses.replace(self.scores(), scale=spec.scale or size**-0.5)
+        scores = dataclasses.replace(spec.score_spec(), scale=spec.scale or size**-0.5)
         how = ctx.cache_places, scores, self.sink_logits()
         out, cache = cached_attention(q_absorbed, (kv_BLI[:, :, None],), cache, *how)
         return product(self.value_up, out[..., : spec.kv_rank], ctx), cache

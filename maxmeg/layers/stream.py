@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from maxmeg.layers.context import Context
+from maxmeg.layers.context import Context, Tables
 from maxmeg.layers.mixer import Mixer, MixerSpec, Widths
 from maxmeg.layers.norm import Norm, NormSpec
 from maxmeg.ops.random import normal, split
@@ -35,7 +35,7 @@ def source_context(ctx: Context) -> Context:
     """The context of the source's tokens."""
     assert ctx.source is not None
     own = {"positions_BL": ctx.source.positions_BS, "segments_BL": ctx.source.segments_BS}
-    return dataclasses.replace(ctx, **own, rotations=None, token_types_BL=None, source=None)
+    return dataclasses.replace(ctx, **own, tables=Tables(), token_types_BL=None, source=None)
 
 
 def side_context(x: Stream, ctx: Context, side: Side, spec: MixerSpec) -> Context:

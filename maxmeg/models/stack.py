@@ -141,7 +141,7 @@ class Stack(nnx.Module):
         Only without a pipeline.
         """
         assert self.layout.trivial and self.layout.stages == 1
-        ctx = self.with_rotations(ctx)
+        ctx = self.with_tables(ctx, x["target"].dtype)
 
         def body(looped, carry, layer):
             (x, group_cache), (unit, index, repeat) = carry, layer
@@ -165,11 +165,13 @@ class Stack(nnx.Module):
             first += repeats
         return x, None if cache is None else caches, auxes
 
-    def with_rotations(self, ctx: Context) -> Context:
-        """`ctx` with the rotations that any layer reads: loops over layers compute none."""
+    def with_tables(self, ctx: Context, dtype: jax.typing.DTypeLike) -> Context:
+        """`ctx` with the tables that any layer reads: loops over layers compute none. dtype: of
+        activations."""
         sublayers = (sublayer for group in self.groups for sublayer in group.sublayers)
         mixers = (mixer for sublayer in sublayers for mixer in sublayer.spec.mixers)
-        return ctx.with_rotations([*dict.fromkeys(k for m in mixers for k in m.rotary_kinds)])
+        makers = [mixer.tables(dtype) for mixer in mixers]
+        return ctx.with_tables({key: make for one in makers for key, make in one.items()})
 
     def run_unit(
         self,

@@ -93,6 +93,13 @@ def output_and_largest(
     return out_BLHV, lax.stop_gradient(jnp.max(largest_BLH, axis=(0, 1)))
 
 
+def dense_mask(call: tuple, *, backend: str = "auto") -> jax.Array | None:
+    """`Operands.mask_B1LM` of call = (q, k, v, spec, operands): the mask as the backend reads it,
+    None if it reads none. All but the documents may be as in `choice`."""
+    module = BACKENDS[choice(call, backend, dispatch.target_device())[0]]
+    return module.dense_mask(call) if hasattr(module, "dense_mask") else None
+
+
 def block_gradients(
     call: tuple,
     out_BLHV: Float[Array, "B L H V"],

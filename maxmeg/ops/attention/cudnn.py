@@ -25,8 +25,8 @@ from jax import lax
 from jax._src.cudnn import fused_attention_stablehlo as fused
 
 from maxmeg.ops.attention.flash import sink_gradient, with_sinks
+from maxmeg.ops.attention.mask import visible
 from maxmeg.ops.attention.spec import NEGATIVE, Operands, ScoreSpec
-from maxmeg.ops.attention.xla import Rows, positions, visible
 from maxmeg.ops.backend import BLACKWELL, HOPPER, Device, refuses_older_gpus, target_device
 
 SUPPORTS = (
@@ -224,9 +224,9 @@ def block_gradients(call: tuple, out_BLHV, lse_BLH, d_out_BLHV) -> tuple:
         results = band.queries(out_BLHV), lse_BLH, band.queries(d_out_BLHV)
         d_q, *d_kv = block_gradients(band.call(*call), *results)
         return band.back(d_q), *(d[:, ::-1] for d in d_kv)
-    q_BLHK, k_BMGK, v_BMGV, spec, operands = call
+    q_BLHK, k_BMGK, v_BMGV, spec, _ = call
     spec = dataclasses.replace(spec, scale=spec.scale or q_BLHK.shape[-1] ** -0.5)
-    bias_B1LM, size = mask_bias(q_BLHK, k_BMGK.shape[1], spec, operands), v_BMGV.shape[-1]
+    bias_B1LM, size = dense_mask(call), v_BMGV.shape[-1]
     values = (padded(x, q_BLHK.shape[-1]) for x in (v_BMGV, out_BLHV, d_out_BLHV))
     v_BMGV, out_BLHV, d_out_BLHV = values
     arrays = q_BLHK, k_BMGK, v_BMGV, bias_B1LM
@@ -249,7 +249,7 @@ def attend(q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: Operands):
         return band.back(out_BLHV), band.back(lse_BLH, NEGATIVE)
     assert operands.dropout is None
     spec = dataclasses.replace(spec, scale=spec.scale or q_BLHK.shape[-1] ** -0.5)
-    bias_B1LM = mask_bias(q_BLHK, k_BMGK.shape[1], spec, operands)
+    bias_B1LM = dense_mask((q_BLHK, k_BMGK, v_BMGV, spec, operands))
     sinks_H, size = operands.sinks_H, v_BMGV.shape[-1]
     v_BMGV = padded(v_BMGV, q_BLHK.shape[-1])
     out_BLHV, lse_BHL = fused_attention(spec, q_BLHK, k_BMGK, v_BMGV, bias_B1LM, sinks_H)
@@ -260,14 +260,15 @@ def attend(q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: Operands):
     return out_BLHV[..., :size], lse_BLH
 
 
-def mask_bias(q_BLHK, keys: int, spec: ScoreSpec, operands: Operands) -> jax.Array | None:
-    """0 where a query sees a key, else a large negative number; None if cuDNN knows the mask."""
-    if not needs_mask(spec, operands):
-        return None
-    queries, others = operands.segments_BL, operands.key_segments_BM
-    places_AL = positions(0, 0, q_BLHK.shape[1])
-    rows = Rows(places_AL, queries, queries if others is None else others, None, None)
-    seen_BLM = visible(spec, rows, jnp.arange(keys))
+def dense_mask(call: tuple) -> jax.Array | None:
+    """The bias of call = (q, k, v, spec, operands): 0 where a query sees a key, else a large
+    negative number; None if cuDNN knows the mask. q and k may be shapes."""
+    q_BLHK, k_BMGK, _, spec, operands = call
+    if operands.mask_B1LM is not None or not needs_mask(spec, operands):
+        return operands.mask_B1LM
+    queries, keys = operands.segments_BL, operands.key_segments_BM
+    keys, places_1L = queries if keys is None else keys, jnp.arange(q_BLHK.shape[1])[None]
+    seen_BLM = visible(spec, places_1L, jnp.arange(k_BMGK.shape[1]), queries, keys)
     unseen = fused.get_large_negative_number(q_BLHK.dtype)
     return jnp.where(seen_BLM, jnp.zeros((), q_BLHK.dtype), unseen)[:, None]
 

@@ -61,6 +61,7 @@ class Operands(typing.NamedTuple):
     only.
     sinks_H: a learned logit per head in the softmax's denominator (GPT-OSS). bias_NH: what a head
     adds to the score of a query and a key whose distance is in each of N buckets (T5).
+    mask_B1LM: the mask that `call.dense_mask` built of this call before.
     """
 
     offset: jax.Array | int = 0
@@ -69,6 +70,7 @@ class Operands(typing.NamedTuple):
     sinks_H: jax.Array | None = None
     dropout: AttentionDropout | None = None
     bias_NH: jax.Array | None = None
+    mask_B1LM: jax.Array | None = None
 
 
 def check_shapes(q_BLHK, k_BMGK, v_BMGV, operands: Operands) -> None:

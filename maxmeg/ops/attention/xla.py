@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from maxmeg.ops.attention.mask import bounds, visible
 from maxmeg.ops.attention.spec import NEGATIVE, AttentionDropout, Operands, ScoreSpec
 from maxmeg.ops.backend import Device
 from maxmeg.ops.cross_entropy.call import softcapped
@@ -123,19 +124,10 @@ def key_range(start: int, stop: int, keys: int, spec: ScoreSpec, offset) -> tupl
     """Range of keys that queries start..stop may see; all keys if the offset is traced."""
     if not isinstance(offset, int):
         return 0, keys
-    first, last = 0, keys
-    low, high = offset + start, offset + stop - 1  # positions of the first and last query
-    if spec.causal:
-        last = min(last, high + 1)
-    elif spec.window:
-        last = min(last, high + spec.window)
-    if spec.window:
-        first = max(first, low - spec.window + 1)
-    if spec.chunk:
-        first = max(first, low // spec.chunk * spec.chunk)
-        last = min(last, (high // spec.chunk + 1) * spec.chunk)
-    first = min(first, keys)
-    return first, max(last, first)
+    lower, _ = bounds(spec, offset + start, keys)
+    _, upper = bounds(spec, offset + stop - 1, keys)
+    first = min(int(lower), keys)
+    return first, max(int(upper), first)
 
 
 def computed_pairs(length: int, keys: int, spec: ScoreSpec, offset=0) -> int:
@@ -152,18 +144,8 @@ def visible_pairs(length: int, keys: int, spec: ScoreSpec, offset=0) -> int:
     traced."""
     if not isinstance(offset, int):
         return length * keys
-    places_L = offset + np.arange(length)
-    first_L, last_L = np.zeros_like(places_L), np.full_like(places_L, keys)
-    if spec.causal:
-        last_L = np.minimum(last_L, places_L + 1)
-    elif spec.window:
-        last_L = np.minimum(last_L, places_L + spec.window)
-    if spec.window:
-        first_L = np.maximum(first_L, places_L - spec.window + 1)
-    if spec.chunk:
-        first_L = np.maximum(first_L, places_L // spec.chunk * spec.chunk)
-        last_L = np.minimum(last_L, (places_L // spec.chunk + 1) * spec.chunk)
-    return int(np.maximum(last_L - first_L, 0).sum())
+    lower_L, upper_L = bounds(spec, offset + np.arange(length), keys)
+    return int(np.maximum(upper_L - lower_L, 0).sum())
 
 
 def most_keys(length: int, spec: ScoreSpec) -> int:
@@ -226,7 +208,8 @@ def attend_block(block: Block, q_BLGJK, k_BMGK, v_BMGV, of_heads: tuple, rows: R
     spec, (G, J), M = block.spec, q_BLGJK.shape[2:4], k_BMGK.shape[1]
     sinks_H, bias_NH = of_heads
     keys_M = block.first_key + jnp.arange(M)
-    visible_BLM = visible(spec, rows, keys_M)
+    segments = rows.segments_BL, rows.segments_BM
+    visible_BLM = visible(spec, rows.positions_AL, keys_M, *segments)
     q_BGJLK, k_BGMK = jnp.moveaxis(q_BLGJK, 1, 3), jnp.moveaxis(k_BMGK, 1, 2)
     scores_BGJLM = spec.scale * jnp.einsum(
         "BGJLK,BGMK->BGJLM", q_BGJLK, k_BGMK, preferred_element_type=jnp.float32
@@ -284,21 +267,6 @@ def bias_rows_backward(residuals, d_ALMH):
 
 
 bias_rows.defvjp(lambda bias, at: (bias_rows(bias, at), (at, bias)), bias_rows_backward)
-
-
-def visible(spec: ScoreSpec, rows: Rows, keys_M: jax.Array) -> jax.Array:
-    """The mask [B or 1, L, M]: whether each query sees each key."""
-    queries_AL1 = rows.positions_AL[..., None]
-    seen_ALM = jnp.ones((*queries_AL1.shape[:2], keys_M.size), bool)
-    if spec.causal:
-        seen_ALM &= keys_M <= queries_AL1
-    if spec.window:
-        seen_ALM &= jnp.abs(queries_AL1 - keys_M) < spec.window
-    if spec.chunk:
-        seen_ALM &= keys_M // spec.chunk == queries_AL1 // spec.chunk
-    if rows.segments_BL is None or rows.segments_BM is None:
-        return seen_ALM
-    return seen_ALM & (rows.segments_BL[:, :, None] == rows.segments_BM[:, None])
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from maxmeg.ops.attention.mask import bounds
 from maxmeg.ops.attention.spec import NEGATIVE, ScoreSpec
 from maxmeg.ops.attention.xla import bias_buckets
 from maxmeg.ops.backend import Device, target_device
@@ -64,7 +65,8 @@ def attend(q_BLHK, cache: PagedCache, spec: ScoreSpec, sinks_H, bias_NH=None):
     (B, L, H, K), (S, G, V) = q_BLHK.shape, cache.v_pages.shape[1:]
     q_BLGJK = q_BLHK.reshape(B, L, G, H // G, K)
     queries_BL = cache.lengths_B[:, None] - L + jnp.arange(L)
-    lower_BL, upper_BL = visible_ranges(spec, cache.lengths_B, L)
+    lower_BL, upper_BL = bounds(spec, queries_BL, cache.lengths_B[:, None])
+    upper_BL = jnp.maximum(upper_BL, 0)
     keys = KEYS_AT_ONCE // (B * max(1, L // 16))
     keys = keys if target_device().is_cuda else min(keys, CPU_KEYS)
     pages = max(1, min(keys // S, cache.page_table.shape[1]))
@@ -99,23 +101,6 @@ def attend(q_BLHK, cache: PagedCache, spec: ScoreSpec, sinks_H, bias_NH=None):
     empty = Softmax(*(x.astype(jnp.float32) for x in initial))
     softmax = lax.fori_loop(first // (pages * S), -(-last // (pages * S)), step, empty)
     return finish(softmax, sinks_H, q_BLHK.dtype)
-
-
-def visible_ranges(spec: ScoreSpec, lengths_B, queries: int):
-    """Bounds [B, L] of each query's keys lower <= j < upper; the last query is the last key."""
-    position_BL = lengths_B[:, None] - queries + jnp.arange(queries)
-    lower_BL = jnp.zeros_like(position_BL)
-    upper_BL = jnp.broadcast_to(lengths_B[:, None], position_BL.shape)
-    if spec.causal:
-        upper_BL = jnp.minimum(upper_BL, position_BL + 1)
-    if spec.window:
-        lower_BL = jnp.maximum(lower_BL, position_BL - spec.window + 1)
-        upper_BL = jnp.minimum(upper_BL, position_BL + spec.window)
-    if spec.chunk:
-        start_BL = position_BL // spec.chunk * spec.chunk
-        lower_BL = jnp.maximum(lower_BL, start_BL)
-        upper_BL = jnp.minimum(upper_BL, start_BL + spec.chunk)
-    return lower_BL, jnp.maximum(upper_BL, 0)
 
 
 def gather(cache: PagedCache, columns: jax.Array):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from maxmeg.layers.attention import AttentionSpec
 from maxmeg.ops.attention import cudnn, xla
 from maxmeg.ops.attention.call import choice, is_costly, xla_words
-from maxmeg.ops.attention.spec import Operands, ScoreSpec
+from maxmeg.ops.attention.spec import Operands
 from maxmeg.ops.backend import Device
 from maxmeg.planning.cost.context import gathered_keys, kernel_sizes
 from maxmeg.planning.cost.workload import Unit, Workload
@@ -165,7 +165,7 @@ def call_of(
         dropout=present if spec.dropout else None,
         bias_NH=present if spec.buckets else None,
     )
-    scores = ScoreSpec(spec.causal, spec.window, spec.chunk, spec.softcap, spec.scale)
+    scores = spec.score_spec()
     queries, keys = (
         array(heads, spec.key_size),
         array(groups, spec.key_size, length=keys_length),

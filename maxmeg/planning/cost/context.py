@@ -142,7 +142,7 @@ def over_context(work: Workload, mixer: AttentionSpec) -> OverContext:
         tensor=tensor,
         of_each_head=not latents,
     )
-    scores = ScoreSpec(mixer.causal, mixer.window, mixer.chunk, mixer.softcap, mixer.scale)
+    scores = mixer.score_spec()
     strategy, _ = chosen(mixer.context, shape, scores)
     if mixer.buckets or mixer.reads_memory:
         strategy = ContextStrategy("gather")
