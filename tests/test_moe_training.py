@@ -192,6 +192,11 @@ def test_flops_of_latent_experts():
         ),
         (DENSE, {"expert": 2}, "parallel.expert=2: only for models with experts"),
         ({"moe.ffn_size": 33}, {"tensor": 2}, "moe.ffn_size=33 is not divisible"),
+        (
+            {"moe.latent_size": 15, "moe.ffn_size": 33},
+            {"fsdp": 2},
+            "moe.latent_size=15 is not divisible by parallel.fsdp=2: choose fsdp in 1, 3",
+        ),
         ({}, {"tensor": 2, "expert_tensor": 1}, "expert=1 is not divisible by 2: with"),
         ({}, {"tensor": 4, "expert_tensor": 3}, "expert_tensor=3 does not divide tensor=4: choose"),
         ({}, {"expert_exchange": ExpertExchange.gather}, "has no effect without parallel.expert:"),

@@ -177,6 +177,8 @@ def parallel_problems(config: Config, sizes: dict[str, int]):
     expert_ffn = model.expert_ffn if model.has("moe") else 0
     latents = (model.mla.kv_rank, model.mla.query_rank) if model.is_mla else (0, 0)
     expert_tensor = tensor // config.parallel.fold
+    # Experts are sharded along ffn_size instead where that has enough parts.
+    cuts_latent = expert_ffn % (expert_tensor * sizes["fsdp"]) > 0
     cut = (
         ("model.moe.ffn_size", expert_ffn, "expert_tensor", expert_tensor),
         ("model.moe.shared_ffn_size", model.moe.shared_ffn_size, "tensor", tensor),
@@ -184,6 +186,7 @@ def parallel_problems(config: Config, sizes: dict[str, int]):
         ("model.hidden_size", model.hidden_size if model.has("conv") else 0, "tensor", tensor),
         ("data.sequence_length", config.data.sequence_length, "tensor", tensor),
         ("model.hidden_size", model.hidden_size, name, fsdp),
+        ("model.moe.latent_size", cuts_latent * model.moe.latent_size, "fsdp", sizes["fsdp"]),
         ("model.mla.kv_rank", latents[0], name, fsdp),
         ("model.mla.query_rank", latents[1], name, fsdp),
     )
