@@ -43,7 +43,7 @@ def objective_problems(data: DataConfig) -> Iterator[str]:
     is_alone = is_masked or is_pairs or is_image_text or objective is Objective.preferences
     if is_alone and is_packed:
         yield f"data.packing={data.packing.value} is not for data.objective={name}: leave it out"
-    if is_masked and data.order is not DataOrder.megatron:
+    if (is_masked or not objective.is_trained) and data.order is not DataOrder.megatron:
         yield f"data.order={data.order.value} is not for data.objective={name}: set order=megatron"
     if is_masked and not (data.names_corpus or data.builtin is Builtin.sentences):
         source = "of `maxmeg preprocess --split_sentences`, or data.builtin=sentences"

@@ -81,6 +81,13 @@ BAD = [
     (MASKED + "log.sample_prompt=a", 'does not continue text | sample_prompt=""'),
     (MASKED + "data.packing=greedy", "packing=greedy | objective=masked"),
     (MASKED + "data.order=native", "order=native | set order=megatron"),
+    ("data.objective=preferences; data.paths=a.jsonl", "preferences cannot be trained yet"),
+    ("data.objective=preferences; data.order=native", "set order=megatron | needs chats"),
+    (
+        "data.objective=image_text; data.image_size=3",
+        "image_size=3 must be | set data.paths=PREFIX",
+    ),
+    ("data.image_token=<i>", "image_token=<i> has no effect without data.objective=image_text"),
     (MASKED + "data.paths=", "needs a corpus of sentences | data.paths=PREFIX"),
     (MASKED + "data.eod_mask_loss=true", "eod_mask_loss=True | leave it out"),
     (MASKED + "data.sentence_pairs=true", "pair_head=false with | sentence_pairs=true | alike"),
