@@ -55,7 +55,8 @@ from maxmeg.planning.cost.optimizer import (
     newton_schulz_flops,
     soap_flops,
 )
-from maxmeg.planning.cost.workload import Shard, Workload, parameter_counts, workload
+from maxmeg.planning.cost.parameters import parameter_counts
+from maxmeg.planning.cost.workload import Shard, Workload, workload
 from maxmeg.planning.hardware import (
     ATTENTION_BACKWARD_REACHED,
     ATTENTION_FORWARD_REACHED,

@@ -7,7 +7,7 @@ from maxmeg.config.model import ModelConfig
 from maxmeg.config.setting import with_fields
 from maxmeg.models.registry import architecture
 from maxmeg.planning.cost.flops import training_flops
-from maxmeg.planning.cost.workload import parameter_counts
+from maxmeg.planning.cost.parameters import parameter_counts
 from maxmeg.planning.hardware import gpu, peak_tflops
 
 REL = 5e-7  # the known values have seven digits

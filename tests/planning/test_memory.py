@@ -27,7 +27,8 @@ from maxmeg.planning.cost.memory import (
     device_memory,
     unit_deferred,
 )
-from maxmeg.planning.cost.workload import lanes, parameter_counts, workload
+from maxmeg.planning.cost.parameters import parameter_counts
+from maxmeg.planning.cost.workload import lanes, workload
 
 RESIDUALS = 0.05  # of what jax.vjp keeps
 COMPILED = 0.03  # of all that a step takes

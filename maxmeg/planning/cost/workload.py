@@ -18,63 +18,25 @@ from jax.sharding import AbstractMesh, Mesh
 from maxmeg.config.model import DType, ModelConfig, Position
 from maxmeg.config.parallel import ParallelConfig, Schedule
 from maxmeg.config.recompute import POLICIES, kept_names, offloaded_names
-from maxmeg.config.schema import Config, LoraConfig
-from maxmeg.config.setting import walk, with_fields
+from maxmeg.config.schema import Config
+from maxmeg.config.setting import with_fields
 from maxmeg.config.stages import units_of_chunks
 from maxmeg.config.validate import axis_sizes
-from maxmeg.models.lm import language_model
 from maxmeg.models.mixers import pattern
 from maxmeg.ops.backend import HOPPER, Device, target_device
 from maxmeg.ops.quantized import Recipe
 from maxmeg.ops.recipes import recipe_of
 from maxmeg.parallel.mesh import MESH_AXES, mesh_shape
-from maxmeg.parallel.parameter import annotate, info, is_variable, logical_axes
+from maxmeg.parallel.parameter import annotate, info
 from maxmeg.parallel.rules import reduction, shard_over_context, storage_axes
 from maxmeg.pipeline.layout import arrange
+from maxmeg.planning.cost.parameters import Parameter, architecture_key, parameters
 from maxmeg.planning.cost.unit import Unit
-from maxmeg.weights.fused import can_fuse, fused_groups
-from maxmeg.weights.quantized import quantized_matrices
+from maxmeg.weights.fused import can_fuse
 from maxmeg.weights.transforms import elements
 
-NORMS = {"norm", "norms", "post_norm", "final_norm", "query_norm", "kv_norm"}  # modules
-MIXERS = {"mla": "attention"}
-MOE_PARTS = {"experts": "experts", "shared": "shared expert", "shared_gate": "shared expert"}
 HOW = ("context_strategy", "context_inner")  # of mixers, in ParallelConfig
 ITEMSIZE = {DType.float32: 4, DType.bfloat16: 2, DType.float16: 2}
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Parameter:
-    """An array of the model. group: its group of the layer stack; None: outside of the stack.
-
-    kind: its mixer (attention, mlp, ...), or its part of a mixture of experts (experts, router,
-    shared expert), or norm, embedding, positions, output. projections: number of the group of
-    projections that it belongs to (parallel.fused); None: of no group. quantizable: whether it is
-    a matrix that train.quantization rounds.
-    """
-
-    path: tuple[str, ...]
-    kind: str
-    group: int | None
-    variable: nnx.Variable
-    projections: int | None = None
-    quantizable: bool = False
-
-    @property
-    def axes(self) -> tuple[str | None, ...]:
-        return logical_axes(self.variable)
-
-    @property
-    def sublayer(self) -> int | None:
-        """Its sublayer in the unit; None outside of the stack."""
-        return None if self.group is None else int(self.path[self.path.index("sublayers") + 1])
-
-    def is_quantized(self, recipe: Recipe | None) -> bool:
-        """Whether a step with this recipe rounds it."""
-        if recipe is None or not self.quantizable:
-            return False
-        sizes = info(self.variable).sizes[-2:]
-        return not any(size % (recipe.block or 1) for size in sizes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,48 +241,6 @@ class Workload:
         return dataclasses.replace(self, config=dataclasses.replace(self.config, model=model))
 
 
-def architecture_key(model: ModelConfig) -> frozenset:
-    """Fields of `model` as a hashable cache key, the same for all recompute modes."""
-    same = dataclasses.replace(model, recompute="minimal")
-    return frozenset((path, value) for path, value, _ in walk(same))
-
-
-def adapters_key(lora: LoraConfig) -> frozenset:
-    return frozenset(vars(lora).items())
-
-
-def parameters(model: ModelConfig, lora: LoraConfig | None = None) -> tuple[Parameter, ...]:
-    """Every array of the model and its adapters, with the vocabulary padded for one device."""
-    return _parameters(architecture_key(model), adapters_key(lora or LoraConfig()))
-
-
-@functools.lru_cache(maxsize=64)
-def _parameters(key: frozenset, adapters: frozenset) -> tuple[Parameter, ...]:
-    config = Config(model=with_fields(ModelConfig(), dict(key)), lora=LoraConfig(**dict(adapters)))
-    abstract = jax.eval_shape(lambda: language_model(jax.random.key(0), config))
-    groups = {id(one): n for n, group in enumerate(fused_groups(abstract)) for one in group}
-    quantizable = {
-        id(getattr(module, name)) for module, name in quantized_matrices(abstract, Recipe())
-    }
-    arrays = []
-    for path, variable in jax.tree_util.tree_leaves_with_path(abstract, is_leaf=is_variable):
-        names = tuple(jax.tree_util.keystr(path, simple=True, separator=".").split("."))
-        stacked = names[0] == "stack"
-        group = int(names[2]) if stacked else None
-        number, codes = groups.get(id(variable)), id(variable) in quantizable
-        arrays.append(Parameter(names, kind_of(names), group, variable, number, codes))
-    return tuple(arrays)
-
-
-def kind_of(path: tuple[str, ...]) -> str:
-    if NORMS & set(path):
-        return "norm"
-    if "mixers" not in path:
-        return path[0]
-    mixer, part, *_ = path[path.index("mixers") + 1 :]
-    return MOE_PARTS.get(part, "router") if mixer == "moe" else MIXERS.get(mixer, mixer)
-
-
 @functools.lru_cache(maxsize=64)
 def _units(key: frozenset, tensor: int, how: frozenset, ratio: float) -> tuple[Unit, ...]:
     """The repeated unit of each group of the stack. how: fields of ParallelConfig. ratio: as in
@@ -332,21 +252,6 @@ def _units(key: frozenset, tensor: int, how: frozenset, ratio: float) -> tuple[U
             model.groups, pattern(model, parallel), strict=True
         )
     )
-
-
-def parameter_counts(model: ModelConfig) -> dict[str, int]:
-    """Number of parameters by kind, without the padding of the vocabulary."""
-    return dict(_counts(parameters(model), model.vocab_size))
-
-
-@functools.lru_cache(maxsize=64)
-def _counts(every: tuple[Parameter, ...], vocabulary: int) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for parameter in every:
-        sizes = zip(parameter.axes, parameter.variable.shape, strict=True)
-        count = math.prod(vocabulary if axis == "vocab" else size for axis, size in sizes)
-        counts[parameter.kind] = counts.get(parameter.kind, 0) + count
-    return counts
 
 
 def gpu_here() -> Device:
@@ -395,7 +300,7 @@ def workload(config: Config, num_devices: int, device: Device | None = None) -> 
         model.padded_vocab_size(parallel.tensor, parallel.pipe),
         parallel.fsdp_context,
     )
-    every = _parameters(key, adapters_key(config.lora))
+    every = parameters(model, config.lora)
     recipe = recipe_of(config.train.quantization)
     multiple = recipe.multiple if recipe else 1
     mesh = mesh_shape(axes, parallel.fold)

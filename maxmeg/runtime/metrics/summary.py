@@ -11,8 +11,7 @@ from maxmeg.config.schema import Config, Optimizer
 from maxmeg.data import run_folder
 from maxmeg.ops.recipes import recipe_of
 from maxmeg.parallel.parameter import info
-from maxmeg.planning.cost.parameters import num_parameters
-from maxmeg.planning.cost.workload import parameters
+from maxmeg.planning.cost.parameters import num_parameters, parameters
 from maxmeg.planning.remedies import planned_kernels, planned_memory
 from maxmeg.runtime.metrics.memory import memory_limit
 from maxmeg.runtime.metrics.progress import memory_size, quantity
