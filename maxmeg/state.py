@@ -1,7 +1,6 @@
 """TrainState: what a step reads and replaces; how it is initialized, sharded and named on disk."""
 
 import dataclasses
-import functools
 import math
 import typing
 
@@ -11,6 +10,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from maxmeg.checkpoint import storage
+from maxmeg.checkpoint.names import array_name, nested, to_arrays
 from maxmeg.config import files
 from maxmeg.config.model import DType
 from maxmeg.config.schema import Config, Masters, Moments, OptimConfig
@@ -182,18 +182,6 @@ def larger_axes(names, mesh: Mesh) -> tuple[str, ...] | None:
     return tuple(name for name in named if mesh.shape[name] > 1) or None
 
 
-def array_name(path) -> str:
-    """Name of an array on disk: "model.stack.groups.0.sublayers.1.norm.weight"."""
-    parts = [str(getattr(k, "name", getattr(k, "key", getattr(k, "idx", k)))) for k in path]
-    inside = len(path) > 1 and parts[-1] == "value"  # nnx.Param's own attribute
-    return ".".join(parts[:-1] if inside else parts)
-
-
-def to_arrays(tree) -> dict[str, typing.Any]:
-    """Every array of a state (or abstract state) by its name."""
-    return {array_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-
-
 def to_tree(tree) -> dict:
     """The arrays of a state without its frozen base, as nested dicts: what checkpoints hold."""
     return nested(to_arrays(saved(on_disk(tree))))
@@ -206,25 +194,3 @@ def orders_of(tree) -> dict[str, tuple[int, ...]]:
     """
     (model,) = (tree.model,) if isinstance(tree, TrainState) else tree.values()
     return storage.row_orders(to_arrays(tree), model.stack.layout)
-
-
-def nested(arrays: dict) -> dict:
-    """{"a.b": x} as {"a": {"b": x}}."""
-    made: dict = {}
-    for name, array in arrays.items():
-        *folders, last = name.split(".")
-        inner = made
-        for folder in folders:
-            inner = inner.setdefault(folder, {})
-        inner[last] = array
-    return made
-
-
-def from_tree(found: typing.Any, like):
-    """The tree of `like` with its arrays taken by name from nested dicts."""
-
-    def take(path, _) -> jax.Array:
-        names = array_name(path).split(".")
-        return functools.reduce(lambda inner, part: inner[part], names, found)
-
-    return jax.tree_util.tree_map_with_path(take, like)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from maxmeg.checkpoint.initialize import create_state
+from maxmeg.checkpoint.names import nested, to_arrays
 from maxmeg.config.data import DataConfig
 from maxmeg.config.mixers import QkNorm
 from maxmeg.config.model import DType, ModelConfig, Norm, NormPlace, Position
@@ -22,7 +23,7 @@ from maxmeg.optim.build import make_optimizer
 from maxmeg.parallel.batch import Batch
 from maxmeg.parallel.mesh import make_mesh
 from maxmeg.parallel.placement import local_rows, place_batch, place_flag
-from maxmeg.state import abstract_state, nested, orders_of, to_arrays
+from maxmeg.state import abstract_state, orders_of
 from maxmeg.step import make_gradients
 
 LENGTH, BATCH, VOCAB = 16, 16, 61

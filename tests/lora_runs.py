@@ -6,13 +6,13 @@ import jax
 import numpy as np
 
 from maxmeg.checkpoint.initialize import base_of
+from maxmeg.checkpoint.names import to_arrays
 from maxmeg.checkpoint.stream import StreamWriter, TensorInfo
 from maxmeg.config import files
 from maxmeg.config.schema import Config, LoraConfig
 from maxmeg.data import run_folder
 from maxmeg.data.tokenizers.load import load_tokenizer
 from maxmeg.models.lm import language_model
-from maxmeg.state import to_arrays
 
 
 def write_lora_run(run_dir, config: Config, **lora) -> dict[str, np.ndarray]:

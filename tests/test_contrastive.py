@@ -16,6 +16,7 @@ from layouts import (
     tiny,
 )
 
+from maxmeg.checkpoint.names import from_tree, nested, to_arrays
 from maxmeg.config.data import HAS_TEXT, Objective
 from maxmeg.config.head import Biencoder, two_encoders
 from maxmeg.config.model import Norm, NormPlace, Position
@@ -29,7 +30,6 @@ from maxmeg.models.lm import LM
 from maxmeg.objectives.contrastive import CONTRASTIVE
 from maxmeg.objectives.contrastive import vectors as vectors_of_rows
 from maxmeg.objectives.microbatch import context
-from maxmeg.state import from_tree, nested, to_arrays
 
 TOLERANCE = 1e-5  # relative, float32: the order of sums differs
 FLOOR = 1e-9  # for gradients that are zero in exact arithmetic

@@ -10,13 +10,13 @@ import pytest
 from layouts import MLP_ONLY, controls, mesh_of, tiny, tiny_batch, tiny_state
 from short_runs import curve, digests
 
+from maxmeg.checkpoint.names import to_arrays
 from maxmeg.checkpoint.resume import with_scaler_of
 from maxmeg.config.model import DType
 from maxmeg.config.schema import Config, LogConfig, TrainConfig
 from maxmeg.config.setting import with_fields
 from maxmeg.configs import gpt
 from maxmeg.runtime.faults.guard import NonFiniteLoss
-from maxmeg.state import to_arrays
 from maxmeg.step import make_gradients, make_train_step
 from maxmeg.train import main
 

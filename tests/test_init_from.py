@@ -10,6 +10,7 @@ from layouts import by_name, mesh_of, tiny, tiny_state
 
 from maxmeg.checkpoint.initialize import create_state
 from maxmeg.checkpoint.manager import Checkpointer
+from maxmeg.checkpoint.names import nested, to_arrays
 from maxmeg.checkpoint.resume import resume, start
 from maxmeg.config import files
 from maxmeg.config.model import Position
@@ -17,7 +18,7 @@ from maxmeg.config.named import load_config
 from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.positions import RotaryScaling
 from maxmeg.config.schema import Config
-from maxmeg.state import CHECKPOINTS, nested, to_arrays
+from maxmeg.state import CHECKPOINTS
 
 LAYOUT: dict = {"pipe": 2, "fsdp": 2, "tensor": 2}
 

@@ -22,6 +22,7 @@ from layouts import (
 from short_runs import digests, write_corpus
 
 from maxmeg import generate
+from maxmeg.checkpoint.names import to_arrays
 from maxmeg.config.model import DType
 from maxmeg.config.parallel import ParallelConfig, Schedule
 from maxmeg.config.schema import Config, LogConfig, LoraConfig, OptimConfig
@@ -33,7 +34,7 @@ from maxmeg.planning import hlo
 from maxmeg.planning.cost.flops import training_flops
 from maxmeg.planning.cost.memory import device_memory
 from maxmeg.planning.cost.workload import workload
-from maxmeg.state import abstract_state, to_arrays
+from maxmeg.state import abstract_state
 from maxmeg.step import make_train_step
 from maxmeg.train import main
 

@@ -19,6 +19,7 @@ from layouts import (
     tiny_state,
 )
 
+from maxmeg.checkpoint.names import array_name, to_arrays
 from maxmeg.config.mixers import ExpertBackend, ExpertExchange, RouterScore
 from maxmeg.config.model import DType
 from maxmeg.config.parallel import Schedule
@@ -27,7 +28,6 @@ from maxmeg.layers.auxiliary import by_layer
 from maxmeg.models.lm import language_model
 from maxmeg.parallel.trainable import frozen, trained
 from maxmeg.planning.cost.flops import training_flops
-from maxmeg.state import array_name, to_arrays
 from maxmeg.step import make_train_step
 
 TOLERANCE = 1e-5  # relative, float32: the order of sums differs

@@ -16,6 +16,7 @@ from layouts import (
     tiny_state,
 )
 
+from maxmeg.checkpoint.names import to_arrays
 from maxmeg.config.model import DType
 from maxmeg.config.optimizers import EmaConfig, QkClipConfig
 from maxmeg.config.parallel import Schedule
@@ -26,7 +27,7 @@ from maxmeg.planning.analytic import analyze
 from maxmeg.planning.hardware import parse_cluster
 from maxmeg.planning.search import search
 from maxmeg.processes.host import HOST, check_host_memory, is_on_host
-from maxmeg.state import TrainState, evaluated_model, to_arrays
+from maxmeg.state import TrainState, evaluated_model
 from maxmeg.step import make_gradients, make_train_step
 
 PIPED = {"fsdp": 1, "pipe": 2}

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from layouts import DROPOUT, controls, mesh_of, tiny, tiny_batch, tiny_state
 
+from maxmeg.checkpoint.names import to_arrays
 from maxmeg.config.mixers import ExpertBackend
 from maxmeg.reference_step import reference_step
-from maxmeg.state import to_arrays
 from maxmeg.step import make_train_step
 
 TOLERANCE = 1e-5  # of an array's largest number, float32: the order of sums differs

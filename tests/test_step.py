@@ -29,6 +29,7 @@ from layouts import (
 )
 from tables import thinned
 
+from maxmeg.checkpoint.names import to_arrays
 from maxmeg.config.mixers import QkNorm
 from maxmeg.config.model import DType
 from maxmeg.config.parallel import Schedule
@@ -37,7 +38,6 @@ from maxmeg.eval_step import make_compute_copy, make_eval_step
 from maxmeg.ops import backend
 from maxmeg.ops.attention import cudnn
 from maxmeg.ops.backend import Device
-from maxmeg.state import to_arrays
 from maxmeg.step import make_gradients, make_train_step
 
 TOLERANCE = 2e-6  # relative, float32: the order of sums differs

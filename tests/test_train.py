@@ -23,6 +23,7 @@ from short_runs import curve, digests, write_corpus
 from maxmeg import evaluate, generate
 from maxmeg.checkpoint.initialize import create_state
 from maxmeg.checkpoint.manager import Checkpointer, SaveError
+from maxmeg.checkpoint.names import to_arrays
 from maxmeg.checkpoint.resume import resume
 from maxmeg.config.data import DataConfig
 from maxmeg.config.model import DType, ModelConfig
@@ -37,7 +38,6 @@ from maxmeg.optim.schedules import learning_rate_at
 from maxmeg.runtime.faults.lock import lock_folder
 from maxmeg.runtime.faults.rerun import with_rerun
 from maxmeg.runtime.faults.signals import Interrupt
-from maxmeg.state import to_arrays
 from maxmeg.step import make_train_step
 from maxmeg.train import Options, Run, command, finish, main, train
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from maxmeg.checkpoint.integrity import CorruptCheckpointError, Manifest
 from maxmeg.checkpoint.manager import Checkpointer
+from maxmeg.checkpoint.names import from_tree, nested, to_arrays
 from maxmeg.checkpoint.regrouping import Regrouping
 from maxmeg.checkpoint.storage import row_orders
 from maxmeg.checkpoint.upcycling import Upcycling
@@ -24,17 +25,7 @@ from maxmeg.ops.random import split
 from maxmeg.optim.storage import whole
 from maxmeg.parallel.trainable import frozen, joined, trained, without
 from maxmeg.processes.host import to_device
-from maxmeg.state import (
-    VOCABULARY_TABLES,
-    TrainState,
-    from_disk,
-    from_tree,
-    init_state,
-    nested,
-    on_disk,
-    shardings_of,
-    to_arrays,
-)
+from maxmeg.state import VOCABULARY_TABLES, TrainState, from_disk, init_state, on_disk, shardings_of
 
 log = logging.getLogger("maxmeg")
 Base = dict[str, typing.Any]  # identity of a frozen base: folder, step, digest; {}: no base

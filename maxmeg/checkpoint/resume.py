@@ -18,6 +18,7 @@ from maxmeg.checkpoint.initialize import (
 )
 from maxmeg.checkpoint.integrity import Manifest, flatten
 from maxmeg.checkpoint.manager import Checkpointer
+from maxmeg.checkpoint.names import from_tree, nested, to_arrays
 from maxmeg.checkpoint.restore import check_tree
 from maxmeg.config import files
 from maxmeg.config.initial import first_difference
@@ -31,12 +32,9 @@ from maxmeg.state import (
     TrainState,
     abstract_state,
     from_disk,
-    from_tree,
-    nested,
     on_disk,
     orders_of,
     shardings_of,
-    to_arrays,
 )
 
 

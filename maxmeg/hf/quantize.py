@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from maxmeg.checkpoint.names import array_name
 from maxmeg.checkpoint.stream import TensorInfo
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.options import Quantize
@@ -29,7 +30,6 @@ from maxmeg.ops.quantized import FP4, MX_BLOCK, quantize_blocks
 from maxmeg.ops.recipes import RECIPES
 from maxmeg.ops.straight_through import to_int8
 from maxmeg.parallel.parameter import is_variable
-from maxmeg.state import array_name
 from maxmeg.weights.quantized import quantized_matrices
 
 WEIGHT = ".weight"

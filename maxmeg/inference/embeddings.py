@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from maxmeg.checkpoint.names import from_tree, nested, to_arrays
 from maxmeg.config.head import Biencoder, name_in_two
 from maxmeg.inference.load import Trained
 from maxmeg.inference.programs import jitted
@@ -17,7 +18,6 @@ from maxmeg.inference.requests import check_alone, check_ids
 from maxmeg.layers.context import Context
 from maxmeg.models.lm import LM, language_model
 from maxmeg.parallel.mesh import BATCH_AXES, batch_shards
-from maxmeg.state import from_tree, nested, to_arrays
 
 Pooling = typing.Literal["mean", "first", "pooler", "vector"]
 InputType = typing.Literal["document", "query"]  # as of other servers of embeddings

@@ -19,6 +19,7 @@ from layouts import mesh_of, tiny
 from maxmeg.checkpoint import manager
 from maxmeg.checkpoint.initialize import base_of, check_base, initialize
 from maxmeg.checkpoint.manager import Checkpointer
+from maxmeg.checkpoint.names import to_arrays
 from maxmeg.checkpoint.resume import resume
 from maxmeg.config import files
 from maxmeg.config.errors import report
@@ -30,7 +31,7 @@ from maxmeg.inference.load import load_run
 from maxmeg.optim.build import make_optimizer
 from maxmeg.processes import multihost
 from maxmeg.runtime.faults.lock import lock_folder, lock_run
-from maxmeg.state import CHECKPOINTS, TrainState, abstract_state, to_arrays, to_tree
+from maxmeg.state import CHECKPOINTS, TrainState, abstract_state, to_tree
 
 TOKENIZER = "null:60"
 WIDTHS = {1: 32, 2: 32, 3: 64}  # hidden size by step: the newest checkpoint is of another model

@@ -16,9 +16,9 @@ from orbax_checkpoints import restored_by_orbax
 from maxmeg.checkpoint import integrity, storage, stream
 from maxmeg.checkpoint.integrity import CorruptCheckpointError
 from maxmeg.checkpoint.manager import Checkpointer
+from maxmeg.checkpoint.names import nested
 from maxmeg.checkpoint.places import COMMITTED
 from maxmeg.checkpoint.stream import StreamReader, StreamWriter, TensorInfo, row_blocks
-from maxmeg.state import nested
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 

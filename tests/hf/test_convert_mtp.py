@@ -8,13 +8,14 @@ from layouts import mesh_of, tiny, tiny_state
 
 from maxmeg.checkpoint.initialize import base_of
 from maxmeg.checkpoint.manager import Checkpointer
+from maxmeg.checkpoint.names import to_arrays
 from maxmeg.config import files
 from maxmeg.hf import convert
 from maxmeg.hf.families.binding import Place
 from maxmeg.hf.formats.safetensors import SafetensorsFolder
 from maxmeg.hf.trained import TrainedModel
 from maxmeg.inference.load import load_run
-from maxmeg.state import CHECKPOINTS, to_arrays, to_tree
+from maxmeg.state import CHECKPOINTS, to_tree
 
 
 def save(folder, config, state) -> None:

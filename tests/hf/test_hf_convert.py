@@ -27,6 +27,7 @@ from lora_runs import write_lora_run
 
 from maxmeg.checkpoint import stream
 from maxmeg.checkpoint.manager import Checkpointer
+from maxmeg.checkpoint.names import to_arrays
 from maxmeg.checkpoint.stream import StreamWriter
 from maxmeg.config import files
 from maxmeg.config.model import DType, ModelConfig
@@ -43,7 +44,6 @@ from maxmeg.inference.load import load_run
 from maxmeg.inference.requests import check_ids
 from maxmeg.layers import lora
 from maxmeg.parallel.mesh import local_mesh
-from maxmeg.state import to_arrays
 
 BLOCK_BYTES = 1 << 20
 GROWTH_BYTES = 8 << 20  # of peak memory: less than one layer has

@@ -7,12 +7,12 @@ import pytest
 from layouts import tiny
 
 import maxmeg
+from maxmeg.checkpoint.names import to_arrays
 from maxmeg.config.model import DType
 from maxmeg.inference import load
 from maxmeg.inference.requests import Request
 from maxmeg.inference.sampling import Sampling
 from maxmeg.models.lm import LM
-from maxmeg.state import to_arrays
 
 EXPERTS = {"layers": "*(attention,moe)", "moe.num_experts": 4, "moe.bias_balancing": True}
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import jax
 
+from maxmeg.checkpoint.names import array_name
 from maxmeg.models.lm import LM
 from maxmeg.models.registry import architecture
 from maxmeg.parallel.parameter import is_variable, logical_axes
-from maxmeg.state import array_name
 
 FOLDER = Path(__file__).parents[1] / "golden"
 FAMILIES = {

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 from layouts import tiny
 
+from maxmeg.checkpoint.names import array_name
 from maxmeg.config.model import Position
 from maxmeg.config.schema import LoraConfig
 from maxmeg.models.lm import language_model
-from maxmeg.state import array_name
 
 WIDTH = 64
 DENSE = {

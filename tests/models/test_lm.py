@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxmeg.checkpoint.names import array_name
 from maxmeg.config.layers import places
 from maxmeg.config.mixers import Activation, QkNorm, RouterScore
 from maxmeg.config.model import ModelConfig, Norm, NormPlace, Position
@@ -19,7 +20,6 @@ from maxmeg.layers.context import Context
 from maxmeg.models.lm import LM
 from maxmeg.models.mixers import pattern
 from maxmeg.parallel.trainable import trained
-from maxmeg.state import array_name
 
 SAME = 1e-5  # absolute, of logits about 1: the order of sums differs
 VOCAB, LENGTH, SMOOTHING = 37, 12, 0.1

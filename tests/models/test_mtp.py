@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from layouts import LENGTH, VOCAB, mesh_of, tiny
 
+from maxmeg.checkpoint.names import to_arrays
 from maxmeg.config.mixers import RouterScore
 from maxmeg.config.model import NormPlace, Position
 from maxmeg.config.schema import Config, LossReduction, TrainConfig
@@ -19,7 +20,6 @@ from maxmeg.objectives.language_modelling import LANGUAGE_MODELLING, shifted
 from maxmeg.objectives.microbatch import complete
 from maxmeg.parallel.batch import Batch
 from maxmeg.parallel.trainable import trained
-from maxmeg.state import to_arrays
 from maxmeg.step import local_gradients
 
 TOLERANCE = 1e-5  # relative, float32: the order of sums differs

@@ -8,6 +8,7 @@ import pytest
 from golden import FAMILIES, FOLDER, abstract_model, parameter_tree
 from tables import thinned
 
+from maxmeg.checkpoint.names import array_name
 from maxmeg.hf.families.read import differences, model_config
 from maxmeg.models.lm import LM
 from maxmeg.models.registry import ALIASES, ARCHITECTURES, architecture
@@ -15,7 +16,6 @@ from maxmeg.parallel.parameter import is_variable, logical_axes
 from maxmeg.parallel.rules import RULES
 from maxmeg.planning.cost import parameters
 from maxmeg.planning.show import models
-from maxmeg.state import array_name
 
 COUNTS = models.num_parameters()
 CONFIGS = {path.stem: path for path in sorted(FOLDER.glob("configs/*.json"))}

@@ -10,13 +10,13 @@ import numpy as np
 import optax
 import pytest
 
+from maxmeg.checkpoint.names import array_name
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.schema import Config, LoraConfig, OptimConfig, Optimizer
 from maxmeg.config.setting import with_fields
 from maxmeg.models.lm import language_model
 from maxmeg.optim.build import clip, decays, make_optimizer
 from maxmeg.parallel.parameter import is_variable, parameter
-from maxmeg.state import array_name
 
 GOLDEN = Path(__file__).parents[1] / "golden"  # parameters of one architecture per family
 # Megatron-LM's rule: no decay where a parameter is a vector (per layer, and per expert) or a bias.

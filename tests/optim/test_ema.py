@@ -9,13 +9,14 @@ from short_runs import config as run_config
 from short_runs import write_corpus
 from test_stored_states import TOKENIZER, Steps, assert_same_bits
 
+from maxmeg.checkpoint.names import to_arrays
 from maxmeg.config.model import DType
 from maxmeg.config.schema import Config, LoraConfig, Masters, OptimConfig
 from maxmeg.config.setting import with_fields
 from maxmeg.hf import convert
 from maxmeg.hf.trained import open_run
 from maxmeg.inference.load import load_run
-from maxmeg.state import evaluated_model, to_arrays
+from maxmeg.state import evaluated_model
 from maxmeg.train import main
 
 DECAY = 0.75

@@ -10,6 +10,7 @@ import pytest
 from layouts import LENGTH, VOCAB, tiny
 from test_build import RATES, TREE
 
+from maxmeg.checkpoint.names import to_arrays
 from maxmeg.config.optimizers import MuonScale
 from maxmeg.config.schema import Config, OptimConfig, Optimizer
 from maxmeg.config.setting import with_fields
@@ -17,7 +18,6 @@ from maxmeg.layers.context import Context
 from maxmeg.models.lm import LM
 from maxmeg.optim.build import make_optimizer, mup_factors
 from maxmeg.program import Program
-from maxmeg.state import to_arrays
 
 BASE, STEPS, NO_DECAY = 32, 4, {"weight_decay": 0.0}
 # Factor between changes of hidden states at the base width and at 8 times it. Widths are finite:

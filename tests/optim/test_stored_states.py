@@ -13,13 +13,14 @@ from layouts import (
 )
 
 from maxmeg.checkpoint.manager import Checkpointer
+from maxmeg.checkpoint.names import to_arrays
 from maxmeg.checkpoint.resume import resume
 from maxmeg.config import files
 from maxmeg.config.model import DType
 from maxmeg.config.schema import Config, Masters, Moments, OptimConfig, Optimizer
 from maxmeg.config.setting import with_fields
 from maxmeg.inference.load import load_run
-from maxmeg.state import CHECKPOINTS, TrainState, orders_of, to_arrays, to_tree
+from maxmeg.state import CHECKPOINTS, TrainState, orders_of, to_tree
 from maxmeg.step import make_train_step
 
 TOKENIZER = "null:60"

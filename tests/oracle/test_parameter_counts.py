@@ -5,10 +5,10 @@ import pytest
 import torch
 import transformers
 
+from maxmeg.checkpoint.names import array_name
 from maxmeg.hf.families.read import BIAS, families_of, hf_config
 from maxmeg.models.lm import LM
 from maxmeg.models.registry import ARCHITECTURES, architecture
-from maxmeg.state import array_name
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

@@ -22,6 +22,7 @@ from peft import PeftModel
 from smollm2 import REPOSITORY, converted, export, gguf_file, run
 from tokenizers import pre_tokenizers
 
+from maxmeg.checkpoint.names import to_arrays
 from maxmeg.config import files
 from maxmeg.config.model import DType
 from maxmeg.config.schema import Config
@@ -37,7 +38,6 @@ from maxmeg.inference.requests import Request
 from maxmeg.inference.sampling import Sampling
 from maxmeg.parallel.placement import local_rows
 from maxmeg.parallel.trainable import frozen
-from maxmeg.state import to_arrays
 
 LOSS = 1e-4  # relative
 SAME_LOSS = 1e-6  # relative; the same arrays in the same program

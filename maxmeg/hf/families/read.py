@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 
 import jax
 
+from maxmeg.checkpoint.names import array_name
 from maxmeg.config.context import KINDS
 from maxmeg.config.initial import FREE
 from maxmeg.config.layers import Layer, places
@@ -30,7 +31,7 @@ from maxmeg.hf.families.keys import TOKENS, Keys, resolved, with_layers
 from maxmeg.hf.families.mamba import LetteredMtp
 from maxmeg.hf.families.tables import Family, Modules, MtpNames
 from maxmeg.models.lm import LM
-from maxmeg.state import VOCABULARY_TABLES, array_name
+from maxmeg.state import VOCABULARY_TABLES
 
 Shape = tuple[int, ...]
 START_TOKEN = "decoder_start_token_id"
