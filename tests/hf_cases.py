@@ -365,6 +365,14 @@ def sparse(hidden: int = 32, heads: int = 4, own_head_dim: int = 12) -> dict[str
             | {"intermediate_size_mlp": hidden + 12, "num_hidden_layers": 4, "floor_scale": 5}
             | {"attention_chunk_size": 7, "no_rope_layer_interval": 2, "attn_scale": 0.7},
         ),
+        "gemma 4 moe": (
+            "Gemma4ForCausalLM",
+            gated(hidden, heads)
+            | {**own, **narrow, "num_hidden_layers": 4, "hidden_size_per_layer_input": 0}
+            | {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": WINDOW}
+            | {"global_head_dim": 2 * own_head_dim, "enable_moe_block": True, "num_experts": 4}
+            | {"top_k_experts": 2},
+        ),
         "deepseek v2": (
             "DeepseekV2ForCausalLM",
             {**deep, **latent, "topk_method": "group_limited_greedy", "q_lora_rank": None}

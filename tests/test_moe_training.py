@@ -21,7 +21,7 @@ from layouts import (
 
 from maxmeg.checkpoint.names import array_name, to_arrays
 from maxmeg.config.mixers import ExpertBackend, ExpertExchange, RouterScore
-from maxmeg.config.model import DType
+from maxmeg.config.model import DType, NormPlace
 from maxmeg.config.parallel import Schedule
 from maxmeg.config.schema import LoraConfig
 from maxmeg.layers.auxiliary import by_layer
@@ -53,6 +53,8 @@ MODELS = {
         "moe.top_k": 3,
         "moe.ffn_size": 32,
         "moe.shared_ffn_size": 32,
+        "moe.norms": True,
+        "norm_place": NormPlace.sandwich,
         "moe.score": RouterScore.sigmoid,
         "moe.normalize_weights": True,
         "moe.scale": 2.5,

@@ -275,6 +275,13 @@ class MoeConfig(Section):
         "multiply the input of an expert by its routing weight, not the output (Llama 4)",
         "--moe-apply-probs-on-input",
     )
+    norms: bool = setting(
+        False,
+        "norms of the router's input, and before and after the routed experts and the shared "
+        "expert, and a trained factor of each expert's routing weights, for norm_place=sandwich "
+        "(Gemma 4)",
+        needs="shared_ffn_size",
+    )
     score: RouterScore = setting(
         RouterScore.softmax, "router score function", "--moe-router-score-function"
     )

@@ -355,6 +355,11 @@ def moe_problems(model: ModelConfig) -> Iterator[str]:
             f"model.moe.group_score_topk={moe.group_score_topk} must be from 0 to the "
             f"{experts // groups} experts of a group"
         )
+    if moe.norms and model.norm_place is not NormPlace.sandwich:
+        yield (
+            f"model.moe.norms=True needs norm_place=sandwich, not {model.norm_place.name}: the "
+            "norm before a layer with experts is then part of it"
+        )
     if moe.pad_to_capacity and moe.backend not in (ExpertBackend.auto, ExpertBackend.batched):
         yield (
             f"model.moe.backend={moe.backend.name} has no effect with pad_to_capacity=True, whose "

@@ -30,6 +30,7 @@ from maxmeg.layers.embedding import lookup
 from maxmeg.layers.linear import Linear
 from maxmeg.layers.mixer import Mixer, Widths
 from maxmeg.layers.mlp import Mlp, MlpSpec
+from maxmeg.layers.norm import Norm, NormSpec
 from maxmeg.ops.activation import activate
 from maxmeg.ops.backend import Device, log_choice, target_device
 from maxmeg.ops.broadcast import broadcast
@@ -55,6 +56,7 @@ from maxmeg.parallel.parameter import annotate, info, parameter, state
 GATHER_AXES = tuple(axis for axis in EXPERT_AXES if axis in TOKEN_AXES)
 # The two parts of tensor: devices with different experts, and devices that share each expert.
 EXPERT_FOLD_AXES, EXPERT_TENSOR_AXES = ("fold",), ("tensor",)
+NORMS = ("router", "experts", "experts_out", "shared", "shared_out")
 JITTER_PLACE = 2  # number of the jitter among the uses of randomness in a layer
 
 
@@ -71,6 +73,9 @@ class MoeSpec(MlpSpec):
     noise in [1 - jitter, 1 + jitter]. logit_bias: the router's logits have a trained bias.
     latent_size: width of a projection that routed experts read and write; 0: they use hidden_size.
     scale_inputs: routing weights multiply the inputs of experts, not the outputs (Llama 4).
+    norm: of the input of the router, and of the inputs and outputs of the routed experts and of the
+    shared expert (Gemma 4); a trained number per expert then multiplies its routing weights. None:
+    the layer's input is normalized already.
     capacity: capacity factor per device; 0: dropless. drop_by_weight: copies with the smallest
     weights are dropped, else the last ones. pad: every expert computes exactly as many rows as its
     capacity, in one plain batched product.
@@ -98,6 +103,7 @@ class MoeSpec(MlpSpec):
     logit_bias: bool = False
     latent_size: int = 0
     scale_inputs: bool = False
+    norm: NormSpec | None = None
     capacity: float = 0.0
     drop_by_weight: bool = False
     pad: bool = False
@@ -282,6 +288,9 @@ class Moe(Mixer):
         self.shared = Mlp(keys[2], spec.shared) if spec.shared_ffn_size else None
         gated = spec.shared_ffn_size and spec.shared_gate
         self.shared_gate = Linear(keys[3], (D, 1), ("norm", "norm"), spec.std) if gated else None
+        norms = {name: Norm(D, spec.norm) for name in NORMS} if spec.norm else None
+        self.norms = nnx.Dict(norms) if norms else None
+        self.expert_scale = parameter(jnp.ones(E), None) if norms else None
         width = spec.latent_size
         inward, outward = ("embed", "norm"), ("norm", "embed")
         self.latent_down = Linear(keys[4], (D, width), inward, spec.std) if width else None
@@ -293,10 +302,13 @@ class Moe(Mixer):
         self, h_BLD: Float[Array, "B L D"], ctx: Context, cache: None = None
     ) -> tuple[Float[Array, "B M D"], None, dict]:
         """Complete sums for the local sequence shard, no cache, and the values of `balanced`."""
-        logits_TE = self._logits(h_BLD, ctx)
+        router_BLD, h_BLD, shared_input_BLD = self._inputs(h_BLD)
+        logits_TE = self._logits(router_BLD, ctx)
         bias_E = None if self.bias is None else self.bias[...]
         routing = route(logits_TE, self.spec.routing, bias_E, ctx.training)
         weights_TK, aux = balanced(routing, logits_TE, h_BLD.shape[0], self, ctx)
+        if self.expert_scale is not None:
+            weights_TK *= self.expert_scale[...].astype(weights_TK.dtype)[routing.experts_TK]
         routing = Routing(self._of_tokens(routing.experts_TK, ctx), weights_TK)
         if self.latent_down is None or self.latent_up is None:
             y_BLD = self._experts(h_BLD, routing, ctx)
@@ -304,13 +316,22 @@ class Moe(Mixer):
             low_BLD = stored(self.latent_down(h_BLD, ctx), "expert_latent")
             y_BLD = self._experts(low_BLD, routing, ctx)
             y_BLD = self.latent_up(y_BLD, ctx)
+        y_BLD = y_BLD if self.norms is None else self.norms["experts_out"](y_BLD)
         if self.shared is not None:
-            shared_BLD, _, _ = self.shared(h_BLD, ctx)
+            shared_BLD, _, _ = self.shared(shared_input_BLD, ctx)
             if self.shared_gate is not None:
-                gate_BL1 = stored(self.shared_gate(h_BLD, ctx), "shared_expert_gate")
+                gate_BL1 = stored(self.shared_gate(shared_input_BLD, ctx), "shared_expert_gate")
                 shared_BLD *= broadcast(jax.nn.sigmoid(gate_BL1), shared_BLD.shape)
-            y_BLD += collectives.scatter_sequence(shared_BLD, ctx.sequence_sharded)
+            shared_BLD = collectives.scatter_sequence(shared_BLD, ctx.sequence_sharded)
+            y_BLD += shared_BLD if self.norms is None else self.norms["shared_out"](shared_BLD)
         return y_BLD, cache, aux
+
+    def _inputs(self, h_BLD: Float[Array, "B L D"]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The inputs of the router, of the routed experts, and of the shared expert."""
+        if self.norms is None:
+            return h_BLD, h_BLD, h_BLD
+        router_BLD = self.norms["router"](h_BLD) * self.spec.hidden_size**-0.5
+        return router_BLD, self.norms["experts"](h_BLD), self.norms["shared"](h_BLD)
 
     def _of_tokens(self, experts_TK: Int[Array, "T K"], ctx: Context) -> Int[Array, "T K"]:
         """The experts of tokens; beyond the last expert for padding and idle rows of a cache."""

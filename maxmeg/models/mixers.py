@@ -250,6 +250,7 @@ def moe_spec(config: ModelConfig, parallel: ParallelConfig) -> MoeSpec:
         jitter=moe.jitter,
         latent_size=moe.latent_size,
         scale_inputs=moe.scale_inputs,
+        norm=norm_spec(config) if moe.norms else None,
         capacity=moe.capacity_factor,
         drop_by_weight=moe.drop_policy is ExpertDrop.weight,
         pad=moe.pad_to_capacity,
@@ -328,11 +329,12 @@ def sublayer_spec(
     specs = [MIXERS[name](config, parallel) for name in mixers]
     scales = {"mamba": config.mamba.output_scale, "mlp": config.mlp.output_scale}
     scales |= dict.fromkeys(KINDS, config.attention.output_scale)
+    place = "none" if "raw_attention" in mixers else config.norm_place.value
     return ResidualSpec(
         norm_spec(config),
         tuple(specs),
         dropout=config.dropout_hidden,
-        place="none" if "raw_attention" in mixers else config.norm_place.value,
+        place="post" if "moe" in mixers and config.moe.norms else place,
         own_norms=config.parallel_norms and len(mixers) > 1,
         side=side_of(mixers),
         adds="encoder_norm" not in mixers,

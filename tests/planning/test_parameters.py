@@ -5,7 +5,7 @@ import pytest
 from layouts import CONVOLUTIONS, DELTA, EVERYTHING, HYBRID, KDA, tiny
 
 from maxmeg.config.mixers import Activation, QkNorm
-from maxmeg.config.model import Norm
+from maxmeg.config.model import Norm, NormPlace
 from maxmeg.models.lm import LM
 from maxmeg.planning.cost.parameters import num_parameters
 
@@ -42,6 +42,7 @@ EXPERTS = {
         HYBRID,
         EXPERTS,
         EXPERTS | {"mla.query_rank": 10, "mlp.activation": Activation.gelu},
+        EXPERTS | {"norm_place": NormPlace.sandwich, "moe.norms": True},
         {"attention.qk_norm": QkNorm.head, "attention.num_kv_heads": 4, "tied": True},
         {"attention.qk_norm": QkNorm.l2, "layers": "*(local,mlp attention,mlp)"}
         | {"attention.chunk": 4, "attention.local_head_dim": 6, "attention.local_kv_heads": 2}

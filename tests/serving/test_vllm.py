@@ -138,7 +138,7 @@ def test_every_decoder_without_experts_is_served():
     unserved = {*CLASSIFIERS}
     for cases in (sparse(), SCANS, encoders(), encoder_decoders()):
         unserved |= {family for family, _ in cases.values()}
-    assert {family for family, _ in CASES.values()} == FAMILIES.keys() - unserved
+    assert {family for family, _ in CASES.values()} >= FAMILIES.keys() - unserved
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,9 +1,10 @@
-"""Gemma 4's dense text models. Local and global layers have different head sizes."""
+"""Gemma 4's text models. Local and global layers have different head sizes."""
 
 import dataclasses
 
 from maxmeg.config.mixers import QkNorm
 from maxmeg.config.model import ModelConfig, NormPlace
+from maxmeg.hf.families.binding import Consecutive
 from maxmeg.hf.families.keys import (
     Choice,
     Fields,
@@ -22,6 +23,7 @@ from maxmeg.hf.families.tables import (
     ATTENTION_BIAS,
     ATTENTION_DROPOUT,
     GATED,
+    GATED_MLP,
     GEMMA_LAYER,
     HEAD_NORMS,
     ROOT,
@@ -94,6 +96,31 @@ class NoPerLayerEmbeddings(Part):
         return {self.name: 0}
 
 
+class Experts(Part):
+    """Experts beside the MLP of each layer, which is their shared expert (26B-A4B)."""
+
+    name, top_k = "enable_moe_block", "top_k_experts"
+    sizes = (
+        Key("num_experts", "moe.num_experts", None),
+        Key(top_k, "moe.top_k", None),
+        Key("moe_intermediate_size", "moe.ffn_size", None),
+    )
+
+    def read(self, keys: Keys, fields: Fields) -> None:
+        if not keys.read(self.name, False, bool):
+            keys.read_names.update(key.name for key in self.sizes)
+            return
+        for key in self.sizes:
+            key.read(keys, fields)
+        fields |= {"moe.norms": True, "moe.shared_ffn_size": fields["mlp.ffn_size"]}
+
+    def write(self, model: ModelConfig) -> Json:
+        if not model.has("moe"):
+            return {self.name: False}
+        written = {name: value for key in self.sizes for name, value in key.write(model).items()}
+        return {self.name: True, "intermediate_size": model.moe.shared_ffn_size, **written}
+
+
 MISSING = {
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25},
     SLIDING: {"rope_theta": 10000.0},
@@ -126,6 +153,13 @@ class ProportionalRotary(UnscaledLocal):
         return written
 
 
+BLOCK_NORMS = {
+    "moe.norms.shared": "pre_feedforward_layernorm",
+    "moe.norms.shared_out": "post_feedforward_layernorm_1",
+    "moe.norms.experts": "pre_feedforward_layernorm_2",
+    "moe.norms.experts_out": "post_feedforward_layernorm_2",
+}
+SHARED_MLP = {name.replace("mlp", "moe.shared"): theirs for name, theirs in GATED_MLP.items()}
 GEMMA4 = Family(
     model_type="gemma4_text",
     parts=sizes(262144, 2304, 30, 8, 4, 9216)
@@ -134,12 +168,11 @@ GEMMA4 = Family(
     + [ATTENTION_BIAS, ATTENTION_DROPOUT, tied(True), ScaledEmbedding()]
     + [Choice("hidden_activation", "mlp.activation", "gelu_pytorch_tanh", GATED)]
     + [Key("final_logit_softcapping", "logit_softcap", None, null=True)]
-    + [Fixed("enable_moe_block", False), Fixed("num_kv_shared_layers", 0)]
-    + [Ignored("use_double_wide_mlp", "vocab_size_per_layer_input", "num_experts")]
-    + [Ignored("top_k_experts", "moe_intermediate_size")]
+    + [Experts(), Fixed("num_kv_shared_layers", 0)]
+    + [Ignored("use_double_wide_mlp", "vocab_size_per_layer_input")]
     + [Fixed("use_bidirectional_attention", "vision")]
     + [ProportionalRotary(default=1e6)],
-    layers={**GEMMA_LAYER, **HEAD_NORMS},
+    layers={**GEMMA_LAYER, **HEAD_NORMS, **BLOCK_NORMS, **SHARED_MLP},
     constants={
         **ROOT,
         "norm_place": NormPlace.sandwich,
@@ -148,7 +181,17 @@ GEMMA4 = Family(
         "attention.scale": 1.0,
         "layer_scale": True,
     },
-    arrays={"mlp.scale": "layer_scalar"},
+    arrays={
+        "mlp.scale": "layer_scalar",
+        "moe.router": "router.proj.weight",
+        "moe.norms.router.weight": "router.scale",
+        "moe.expert_scale": "router.per_expert_scale",
+    },
+    experts={
+        ("moe.experts.gate", "moe.experts.up"): "experts.gate_up_proj",
+        "moe.experts.out": "experts.down_proj",
+    },
+    stacking=Consecutive,
     ignored=(*SEEING["ignored"], r"^(model\.)?(audio_tower|embed_vision|embed_audio)\."),
     renamed=SEEING["renamed"],
 )
