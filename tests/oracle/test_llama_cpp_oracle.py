@@ -1,0 +1,72 @@
+"""llama.cpp reads GGUF files that are written here: greedy tokens, and log-probabilities."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_gguf_oracle import GEMMA, LLAMA3, SIZES, write_tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from maxmeg.config.model import DType
+from maxmeg.config.options import Quantize
+from maxmeg.hf import convert, gguf_export
+from maxmeg.hf.formats import gguf
+
+pytest.importorskip("xllamacpp")
+
+CHILD, COUNT = Path(__file__).with_name("llama_cpp_child.py"), 8
+EXACT = 5e-3  # llama.cpp computes GELU by a table in float16
+ROUNDED = 0.1  # and products with weights in fewer bits from activations in as many
+CASES = [
+    ("llama", {}),
+    ("llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3}),
+    ("qwen2", {}),
+    ("qwen3", {"head_dim": 128}),
+    ("gemma2", GEMMA),
+    ("gemma3_text", GEMMA),
+]
+FORMS = [
+    (DType.float32,),
+    (DType.float16,),
+    (DType.bfloat16,),
+    (DType.bfloat16, Quantize.q8_0),
+    (DType.bfloat16, Quantize.q4_0),
+]
+
+
+def of_llama_cpp(path: Path, ids: list[int]) -> dict:
+    command = [sys.executable, str(CHILD), str(path), json.dumps(ids), str(COUNT)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert not run.returncode, run.stderr[-2000:]
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(("kind", "more"), CASES)
+def test_llama_cpp_reads_the_file(tmp_path, kind, more):
+    """Of each form: what llama.cpp computes, and transformers with the file's weights."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES | more)).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(tmp_path / "hf")
+    ids = write_tokenizer(tmp_path / "hf")
+    convert.import_model(convert.open_folder(tmp_path / "hf"), tmp_path / "run")
+    for number, form in enumerate(FORMS):
+        path = tmp_path / f"{number}.gguf"
+        gguf_export.export_gguf(tmp_path / "run", path, *form)
+        weights = gguf.open_file(path).weights
+        for name in weights.tensors:
+            model.get_parameter(name).data = torch.from_numpy(weights.read(name).copy())
+        answer = of_llama_cpp(path, ids)
+        with torch.no_grad():
+            rows = model(torch.tensor([ids + answer["tokens"]])).logits[0].log_softmax(-1)
+        steps = rows[len(ids) - 1 : -1]
+        tolerance = EXACT if form == FORMS[0] else ROUNDED
+        chosen = steps[range(COUNT), answer["tokens"]]
+        assert (steps.max(-1).values - chosen).max() <= tolerance, form
+        for token, wanted in answer["first"]:
+            assert abs(float(steps[0, token]) - wanted) <= tolerance or wanted < -20, form
