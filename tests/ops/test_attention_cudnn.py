@@ -220,16 +220,34 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_masks_sinks_and_gradients_around_cudnn_are_those_of_the_reference(name, monkeypatch):
-    """Output, log-sum-exp and all gradients, with cuDNN's functions by formulas. Short values are
-    padded, as by an old cuDNN."""
+def pretend(monkeypatch) -> None:
+    """cuDNN's functions by formulas. Short values are padded, as by an old cuDNN."""
     monkeypatch.setattr(cudnn.fused, "_dot_product_attention_fwd_rule", pretended_forward)
     monkeypatch.setattr(cudnn.fused, "_dot_product_attention_bwd_rule", pretended_backward)
     monkeypatch.setattr(cudnn.fused, "check_cudnn_version", lambda: 90900)
     monkeypatch.setattr(cudnn.fused, "dot_product_attention", pretended)
     monkeypatch.setattr(cudnn.fused, "get_large_negative_number", lambda dtype: -(2.0**41))
     monkeypatch.setattr(cudnn, "refuses", lambda *call: "")
+
+
+def test_the_bound_of_the_largest_score_does_not_count_the_sinks(monkeypatch):
+    pretend(monkeypatch)
+    case = CASES["sinks"]
+    spec = dataclasses.replace(case.spec, largest=True)
+    arrays, operands = arrays_of(case, "float32")
+    arrays, sinks_H = [jnp.asarray(x) for x in arrays[:3]], 100 + jnp.asarray(operands.sinks_H)
+    bound, exact = (
+        attention_with_lse(*arrays, spec, operands._replace(sinks_H=sinks_H), backend=backend)[2]
+        for backend in ("cudnn", "xla")
+    )
+    assert (bound >= exact - TOLERANCE["float32"]).all()
+    assert (bound <= exact + np.log(arrays[1].shape[1]) + TOLERANCE["float32"]).all()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_masks_sinks_and_gradients_around_cudnn_are_those_of_the_reference(name, monkeypatch):
+    """Output, log-sum-exp and all gradients."""
+    pretend(monkeypatch)
     case = CALLS[name]
     arrays, operands = arrays_of(case, "float32")
     actual, wanted = run(case, arrays, operands, "cudnn"), expected(case, arrays, operands)

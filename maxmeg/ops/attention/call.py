@@ -1,9 +1,9 @@
 """Softmax attention: one call, several backends, and the choice between them.
 
 A backend (ops/backend.py) has `refuses(q, k, v, spec, operands, device)`, the reason why it cannot
-run a call, and `attend(q, k, v, spec, operands)`, which returns output and log-sum-exp. With
-`spec.largest` a backend may return the largest score of each query as well; for a backend that does
-not, the log-sum-exp is used as an upper bound.
+run a call, and `attend(q, k, v, spec, operands)`, which returns output and log-sum-exp, and may add
+an upper bound of each query's scores: with `spec.largest` the largest score itself, with sinks the
+log-sum-exp without them. For a backend that adds none, it is the log-sum-exp.
 """
 
 import logging
@@ -65,7 +65,7 @@ def attention_with_lse(
     backend: str = "auto",
 ) -> tuple[Float[Array, "B L H *V"], ...]:
     """As `attention`, and the float32 log-sum-exp [B, L, H] of each query's scores and sink. With
-    `spec.largest` also the largest score [B, L, H], or the log-sum-exp again."""
+    `spec.largest` also the largest score [B, L, H], or the log-sum-exp without the sink."""
     check_shapes(q_BLHK, k_BMGK, v_BMGV, operands)
     call = (q_BLHK, k_BMGK, v_BMGV, spec, operands)
     device = dispatch.target_device()
@@ -74,8 +74,8 @@ def attention_with_lse(
         log_choice("attention", name, reason)
         if is_costly(call, name, device):
             warn_of_xla(reason, xla_words(call, reason, device))
-    found = BACKENDS[name].attend(*call)
-    return (*found, found[1]) if spec.largest and len(found) == 2 else found
+    out_BLHV, lse_BLH, *bounds = BACKENDS[name].attend(*call)
+    return (out_BLHV, lse_BLH, *(bounds or [lse_BLH])) if spec.largest else (out_BLHV, lse_BLH)
 
 
 def output_and_largest(
@@ -86,7 +86,7 @@ def output_and_largest(
     """(output, largest score of each head without gradient) of `attention_with_lse`'s results.
 
     The second is None unless the call had `spec.largest`. It is exact with the backend xla; others
-    return the largest log-sum-exp, at most log(number of keys) larger if there are no sinks.
+    return the largest log-sum-exp without sinks, at most log(number of keys) larger.
     """
     if largest_BLH is None:
         return out_BLHV, None

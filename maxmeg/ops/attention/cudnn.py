@@ -243,9 +243,9 @@ def padded(values: jax.Array, head_dim: int) -> jax.Array:
 
 
 def attend(q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: Operands):
-    """Output [B, L, H, V] and log-sum-exp [B, L, H]."""
+    """Output [B, L, H, V] and log-sum-exp [B, L, H]; with sinks also that without them."""
     if band := band_of(q_BLHK, k_BMGK, spec, operands):
-        out_BLHV, lse_BLH = attend(*band.call(q_BLHK, k_BMGK, v_BMGV, spec, operands))
+        out_BLHV, lse_BLH, *_ = attend(*band.call(q_BLHK, k_BMGK, v_BMGV, spec, operands))
         return band.back(out_BLHV), band.back(lse_BLH, NEGATIVE)
     assert operands.dropout is None
     spec = dataclasses.replace(spec, scale=spec.scale or q_BLHK.shape[-1] ** -0.5)
@@ -255,9 +255,10 @@ def attend(q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: Operands):
     out_BLHV, lse_BHL = fused_attention(spec, q_BLHK, k_BMGK, v_BMGV, bias_B1LM, sinks_H)
     lse_BLH: Any = jnp.swapaxes(lax.stop_gradient(lse_BHL), 1, 2)
     lse_BLH = with_gradient(spec, q_BLHK, k_BMGK, bias_B1LM, lse_BLH)
-    if sinks_H is not None:
-        lse_BLH = jnp.logaddexp(lse_BLH, sinks_H.astype(lse_BLH.dtype))
-    return out_BLHV[..., :size], lse_BLH
+    if sinks_H is None:
+        return out_BLHV[..., :size], lse_BLH
+    all_BLH = jnp.logaddexp(lse_BLH, sinks_H.astype(lse_BLH.dtype))
+    return out_BLHV[..., :size], all_BLH, lse_BLH
 
 
 def dense_mask(call: tuple) -> jax.Array | None:

@@ -13,7 +13,8 @@ from maxmeg.ops.backend import kernel_module
 
 
 def flash(kernel: Callable, q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: Operands):
-    """(output, log-sum-exp) by `kernel`, a flash_attention like that of kernels/attention.py.
+    """(output, log-sum-exp) by `kernel`, a flash_attention like that of kernels/attention.py; with
+    sinks also the log-sum-exp without them.
 
     A row with a document that is not contiguous, which the kernels do not support, becomes NaN.
     """
@@ -30,7 +31,10 @@ def flash(kernel: Callable, q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: O
         invalid_B11 = ~intervals.documents(queries, keys)[2][:, None, None]
         out_BLHV = jnp.where(invalid_B11[..., None], jnp.nan, out_BLHV)
         lse_BLH = jnp.where(invalid_B11, jnp.nan, lse_BLH)
-    return with_sinks(out_BLHV, jnp.maximum(lse_BLH, NEGATIVE), operands.sinks_H)
+    lse_BLH = jnp.maximum(lse_BLH, NEGATIVE)
+    if operands.sinks_H is None:
+        return out_BLHV, lse_BLH
+    return *with_sinks(out_BLHV, lse_BLH, operands.sinks_H), lse_BLH
 
 
 def with_sinks(

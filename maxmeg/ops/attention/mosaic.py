@@ -29,7 +29,7 @@ def refuses(q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: Operands, device:
 
 
 def attend(q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: Operands):
-    """Output [B, L, H, V] and log-sum-exp [B, L, H] in float32."""
+    """As `flash`, with log-sum-exps [B, L, H] in float32."""
     L, M = q_BLHK.shape[1], k_BMGK.shape[1]
     if L % ROWS or M % ROWS:
         operands = padded_documents(operands, q_BLHK.shape[:2], M)
@@ -38,8 +38,8 @@ def attend(q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: Operands):
             operands = operands._replace(offset=jnp.pad(operands.offset, padding, mode="edge"))
         q_BLHK, k_BMGK, v_BMGV = (pad_rows(x, 0) for x in (q_BLHK, k_BMGK, v_BMGV))
     kernel = kernel_module("attention").flash_attention
-    out_BLHV, lse_BLH = flash(kernel, q_BLHK, k_BMGK, v_BMGV, spec, operands)
-    return out_BLHV[:, :L], lse_BLH[:, :L]
+    results = flash(kernel, q_BLHK, k_BMGK, v_BMGV, spec, operands)
+    return tuple(x[:, :L] for x in results)
 
 
 def pad_rows(x: jax.Array, value) -> jax.Array:
