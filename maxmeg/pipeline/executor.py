@@ -197,12 +197,11 @@ class Executor:
         return settled
 
     def empty(self, g: int, shapes, size: int) -> list:
-        """Zeros for `shapes` of each place of a chunk, `size` of each: [size, slots, ...], or
-        without a loop a list of [size, ...]."""
+        """A ring for `shapes` of each place of a chunk, `size` of each: [size, slots, ...], or
+        without a loop a list of [size, ...]. Idle stages read entries that nothing has written."""
         slots = self.layout.slots(g)
-        if self.looped[g]:
-            return empty_ring(shapes, size, slots)
-        return [empty_ring(shapes, size) for _ in range(slots)]
+        ring = functools.partial(empty_ring, shapes, size, is_read_first=not self.alone)
+        return ring(slots) if self.looped[g] else [ring() for _ in range(slots)]
 
     def tick(self, lanes: tuple[str, ...], always: bool, ends: tuple, carry: Carry, rows: dict):
         """One tick of a run with these active lanes. always: the head has work at every tick.

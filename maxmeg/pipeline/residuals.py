@@ -78,9 +78,16 @@ def zeros_of(abstract, *sizes: int) -> jax.Array:
     return jax.device_put(zeros, jax.memory.Space.Host) if is_on_host else zeros
 
 
-def empty_ring(shapes, *sizes: int) -> Arrays:
-    """Zeros [*sizes, ...] for each of `shapes`, in their memories."""
-    return [zeros_of(s, *sizes) for s in shapes]
+def empty_ring(shapes, *sizes: int, is_read_first: bool = True) -> Arrays:
+    """Arrays [*sizes, ...] for each of `shapes`, in their memories; zeros where an entry may be
+    read before it is written, else in device memory without values."""
+
+    def one(abstract) -> jax.Array:
+        if is_read_first or abstract.memory_space is jax.memory.Space.Host:
+            return zeros_of(abstract, *sizes)
+        return lax.empty((*sizes, *abstract.shape), abstract.dtype)
+
+    return [one(abstract) for abstract in shapes]
 
 
 def stacked(shapes, size: int):
