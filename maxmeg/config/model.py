@@ -379,6 +379,29 @@ class ModelConfig(Section):
         """The width relative to muP's base model; 1 without muP."""
         return self.hidden_size / (self.mup.base_hidden_size or self.hidden_size)
 
+    @property
+    def hidden_std(self) -> float:
+        """Standard deviation of the initial weights of the layers' matrices that read a width."""
+        return self.init_std / self.width_multiplier**0.5
+
+    @property
+    def output_std(self) -> float:
+        """Standard deviation of the initial weights of a sublayer's output projection."""
+        depth = (2 * self.num_layers) ** 0.5 if self.scaled_output_init else 1
+        return self.hidden_std / depth
+
+    def derived(self, group: str) -> Section:
+        """A group of a mixer's settings, with the numbers that its zeros stand for."""
+        numbers: dict = {
+            "mamba": {"num_heads": self.mamba_heads, "num_groups": self.mamba_groups},
+            "delta": {
+                "num_key_heads": self.delta_key_heads,
+                "value_size": self.delta_value_size,
+                "rank": self.delta_rank,
+            },
+        }.get(group, {})
+        return dataclasses.replace(getattr(self, group), **numbers)
+
     def without_mup(self) -> "ModelConfig":
         """Return an equivalent model without muP, whose logit_scale and attention.scale include
         muP's factors."""

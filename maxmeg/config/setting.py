@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import enum
 import functools
 import math
 import operator
@@ -98,6 +99,14 @@ def former_names(section: type) -> dict[str, str]:
     """Return the present names of the fields that had others, by these others."""
     declared = {field.metadata.get("former"): field.name for field in dataclasses.fields(section)}
     return {former: name for former, name in declared.items() if former}
+
+
+def shared_values(kind: type, section: typing.Any) -> dict[str, typing.Any]:
+    """The section's values of the settings that are fields of the dataclass `kind` too; of an enum,
+    the value of its member."""
+    names = {field.name for field in dataclasses.fields(kind)} & set(vars(section))
+    values = {name: getattr(section, name) for name in names}
+    return {n: v.value if isinstance(v, enum.Enum) else v for n, v in values.items()}
 
 
 def get(section: typing.Any, path: str) -> typing.Any:

@@ -8,6 +8,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from maxmeg.config.context import KINDS, strategy_of
+from maxmeg.config.mixers import AttentionConfig, QkNorm
+from maxmeg.config.model import ModelConfig, Position
+from maxmeg.config.parallel import ParallelConfig
+from maxmeg.config.setting import shared_values
 from maxmeg.distributed.attention.context import ContextCall, among_heads, attention_over_context
 from maxmeg.distributed.attention.context_choice import ContextStrategy
 from maxmeg.distributed.attention.rounds import Expand
@@ -21,13 +26,28 @@ from maxmeg.ops.attention.call import attention_with_lse, dense_mask, output_and
 from maxmeg.ops.attention.spec import AttentionDropout, Operands, ScoreSpec
 from maxmeg.ops.attention.temperature import Temperature
 from maxmeg.ops.random import split
-from maxmeg.ops.rope import RotarySpec, rotate
+from maxmeg.ops.rope import RotaryScaling, RotarySpec, rotate
 from maxmeg.parallel.collectives import axis_size, first_index, stored
 from maxmeg.parallel.maxima import Max
 from maxmeg.parallel.mesh import TENSOR_AXES
 from maxmeg.parallel.parameter import annotate, parameter
 
 DROPOUT_PLACE = 0
+
+
+def rotary_spec(config: ModelConfig, is_local: bool = False) -> RotarySpec:
+    values = shared_values(RotarySpec, config.rotary)
+    if is_local and config.rotary.local_base:
+        values |= {"base": config.rotary.local_base, "scaling": RotaryScaling()}
+    else:
+        scaling = shared_values(RotaryScaling, config.rotary)
+        values["scaling"] = RotaryScaling(kind=config.rotary.scaling.value, **scaling)
+    return RotarySpec(**values)
+
+
+def temperature_of(heads: AttentionConfig) -> Temperature:
+    offset = heads.temperature_offset
+    return Temperature(heads.temperature_scale, heads.temperature_length, offset)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +96,35 @@ class AttentionSpec(MixerSpec):
     clip: QkClip | None = None
     std: float = 0.02
     out_std: float = 0.02
+
+    @classmethod
+    def settings(cls, config: ModelConfig, parallel: ParallelConfig, mixer: str) -> dict:
+        heads, norm, is_local = config.attention, NormSpec.of(config), mixer.startswith("local")
+        is_nope, in_encoder = mixer == "nope_attention", mixer == "encoder_attention"
+        is_rotary = config.position is Position.rotary and not is_nope
+        normalizes = heads.qk_norm not in (QkNorm.none, *[QkNorm.l2] * is_nope)
+        grows = heads.temperature_length and (is_nope or not config.has("nope_attention"))
+        is_relative = config.position is Position.relative
+        strategy = strategy_of(parallel, mixer if mixer in KINDS else "attention")
+        return (
+            super().settings(config, parallel, mixer)
+            | (shared_values(AttentionSpec, config.relative) if is_relative else {})
+            | {
+                "num_kv_heads": (heads.local_kv_heads if is_local else 0) or config.kv_heads,
+                "head_dim": config.local_head_size if is_local else config.head_size,
+                "rotary": rotary_spec(config, is_local) if is_rotary else None,
+                "qk_norm": norm if normalizes else None,
+                "qk_norm_over": heads.qk_norm.value,
+                "keys_as_values": heads.keys_as_values and not is_local,
+                "value_norm": norm if heads.value_norm else None,
+                "causal": heads.causal and not in_encoder,
+                "window": heads.window if is_local else 0,
+                "chunk": heads.chunk if is_local else 0,
+                "temperature": temperature_of(heads) if grows else None,
+                "scale": config.without_mup().attention.scale,
+                "context": ContextStrategy(strategy, parallel.context_inner),
+            }
+        )
 
     @property
     def key_size(self) -> int:

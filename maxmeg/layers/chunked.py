@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from maxmeg.config.model import ModelConfig
+from maxmeg.config.parallel import ParallelConfig
 from maxmeg.layers.attention import Attention, AttentionSpec
 from maxmeg.layers.context import Context, Tables
 from maxmeg.layers.cross import CrossAttention, CrossSpec
@@ -75,6 +77,11 @@ class NeighbourAttentionSpec(AttentionSpec):
     length: int = 0
     spans_devices = False
 
+    @classmethod
+    def settings(cls, config: ModelConfig, parallel: ParallelConfig, mixer: str) -> dict:
+        length = config.retro.neighbour_length
+        return super().settings(config, parallel, mixer) | {"length": length}
+
     def parts(self, length: int, memory_length: int) -> int:
         return length // self.length
 
@@ -104,6 +111,11 @@ class ChunkedCrossSpec(CrossSpec):
     chunk_length: int = 0
     of_neighbours: bool = False
     spans_devices = False
+
+    @classmethod
+    def settings(cls, config: ModelConfig, parallel: ParallelConfig, mixer: str) -> dict:
+        of_neighbours = mixer == "encoder_cross"
+        return super().settings(config, parallel, mixer) | {"of_neighbours": of_neighbours}
 
     def parts(self, length: int, memory_length: int) -> int:
         return (memory_length if self.of_neighbours else length) // self.chunk_length

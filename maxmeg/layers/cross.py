@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from maxmeg.config.model import ModelConfig
+from maxmeg.config.parallel import ParallelConfig
 from maxmeg.layers.attention import Attention, AttentionSpec, normalized
 from maxmeg.layers.cache import CacheSize, source_attention
 from maxmeg.layers.context import Context
@@ -21,6 +23,11 @@ class CrossSpec(AttentionSpec):
 
     name = "cross"
     reads_memory = True
+
+    @classmethod
+    def settings(cls, config: ModelConfig, parallel: ParallelConfig, mixer: str) -> dict:
+        plain = super().settings(config, parallel, mixer)
+        return plain | {"causal": False, "rotary": None, "buckets": 0, "distance": 0}
 
     def memory_weights(self) -> int:
         """The part of `weights` by which tokens of the source are multiplied."""

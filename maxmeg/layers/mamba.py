@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from maxmeg.config.model import ModelConfig
+from maxmeg.config.parallel import ParallelConfig
 from maxmeg.layers.context import Context
 from maxmeg.layers.mixer import Widths
 from maxmeg.layers.norm import GroupedNorm
@@ -38,6 +40,15 @@ class MambaSpec(RecurrentSpec):
     chunk: int = 128
     steps: tuple[float, float] = (0.0, math.inf)
     scales: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0, 1.0)
+
+    @classmethod
+    def settings(cls, config: ModelConfig, parallel: ParallelConfig, mixer: str) -> dict:
+        mamba, base = config.mamba, super().settings(config, parallel, mixer)
+        return base | {
+            "norm_eps": config.norm_eps if mamba.norm else None,
+            "steps": (mamba.min_step, mamba.max_step or math.inf),
+            "scales": mamba.scales or (1.0,) * 5,
+        }
 
     @property
     def groups(self) -> int:

@@ -2,8 +2,8 @@
 
 A mixer is a frozen spec and the module that the spec builds. The spec states FLOPs and sizes of
 arrays (for planning), and which part of the sequence the mixer reads and writes
-(layers/residual.py). `models.mixers.MIXERS` maps each name to the function that builds the spec
-from a ModelConfig, `config.layers.MIXERS` to the groups of settings that it reads.
+(layers/residual.py). `config.layers.MIXERS` maps the name of each mixer to the groups of settings
+that it reads, `models.mixers.SPECS` to its spec, which `MixerSpec.of` makes of them.
 """
 
 import abc
@@ -13,6 +13,10 @@ import typing
 import jax
 from flax import nnx
 
+from maxmeg.config.layers import MIXERS
+from maxmeg.config.model import ModelConfig
+from maxmeg.config.parallel import ParallelConfig
+from maxmeg.config.setting import shared_values
 from maxmeg.layers.cache import CacheSize
 from maxmeg.layers.context import Context, TableMakers
 
@@ -64,6 +68,20 @@ class MixerSpec(abc.ABC):
     writes: typing.ClassVar[Span] = "whole"
 
     hidden_size: int
+
+    @classmethod
+    def of(cls, config: ModelConfig, parallel: ParallelConfig, mixer: str = "") -> typing.Any:
+        """The spec of a model's mixer, by its name in config.layers.MIXERS."""
+        return cls(**cls.settings(config, parallel, mixer or cls.name))
+
+    @classmethod
+    def settings(cls, config: ModelConfig, parallel: ParallelConfig, mixer: str) -> dict:
+        """Values of fields: a setting of the mixer's groups gives the field of the same name."""
+        values = {"hidden_size": config.hidden_size}
+        values |= {"std": config.hidden_std, "out_std": config.output_std}
+        for group in MIXERS[mixer]:
+            values |= shared_values(cls, config.derived(group))
+        return values
 
     def tables(self, dtype: jax.typing.DTypeLike) -> TableMakers:
         """What the mixer reads of `Context.tables`. dtype: of activations."""

@@ -16,6 +16,8 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
+from maxmeg.config.model import ModelConfig
+from maxmeg.config.parallel import ParallelConfig
 from maxmeg.distributed.attention.rounds import Expand
 from maxmeg.layers.attention import Attention, AttentionSpec
 from maxmeg.layers.cache import CacheSize, cached_attention, empty_pages
@@ -54,6 +56,13 @@ class MlaSpec(AttentionSpec):
     rotary_size: int = 64
     value_size: int = 128
     norm: NormSpec = NormSpec()
+
+    @classmethod
+    def settings(cls, config: ModelConfig, parallel: ParallelConfig, mixer: str) -> dict:
+        norm, base = NormSpec.of(config), super().settings(config, parallel, mixer)
+        norm = dataclasses.replace(norm, eps=config.mla.norm_eps or norm.eps)
+        changes = {"value_size": config.value_size, "norm": norm}
+        return base | changes
 
     @property
     def key_size(self) -> int:

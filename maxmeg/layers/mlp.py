@@ -5,6 +5,8 @@ import dataclasses
 import jax
 from jaxtyping import Array, Float
 
+from maxmeg.config.model import ModelConfig
+from maxmeg.config.parallel import ParallelConfig
 from maxmeg.layers.context import Context
 from maxmeg.layers.linear import Linear, project
 from maxmeg.layers.mixer import Mixer, MixerSpec, Widths
@@ -28,6 +30,12 @@ class MlpSpec(MixerSpec):
     clamp: float = 0.0
     offset: float = 0.0
     gate_scale: float = 1.0
+
+    @classmethod
+    def settings(cls, config: ModelConfig, parallel: ParallelConfig, mixer: str) -> dict:
+        mlp, base = config.mlp, super().settings(config, parallel, mixer)
+        limits = {"clamp": mlp.activation_clamp, "offset": mlp.glu_offset}
+        return base | {"ffn_size": config.ffn} | limits
 
     @property
     def is_gated(self) -> bool:

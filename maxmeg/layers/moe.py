@@ -14,6 +14,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from maxmeg.config.mixers import ExpertDrop, MoeConfig
+from maxmeg.config.model import ModelConfig
+from maxmeg.config.parallel import ParallelConfig
+from maxmeg.config.setting import shared_values
 from maxmeg.distributed.experts.exchange import (
     Blocks,
     Exchange,
@@ -45,7 +49,7 @@ from maxmeg.ops.experts.dispatch import (
     weighted_rows,
 )
 from maxmeg.ops.experts.grouped_matmul import grouped_matmul
-from maxmeg.ops.experts.routing import Routing, RoutingSpec, jittered, route, updated_bias
+from maxmeg.ops.experts.routing import Routing, RoutingSpec, Score, jittered, route, updated_bias
 from maxmeg.ops.quantized import Quantized, Recipe
 from maxmeg.ops.random import normal, split
 from maxmeg.parallel import collectives
@@ -58,6 +62,14 @@ GATHER_AXES = tuple(axis for axis in EXPERT_AXES if axis in TOKEN_AXES)
 EXPERT_FOLD_AXES, EXPERT_TENSOR_AXES = ("fold",), ("tensor",)
 NORMS = ("router", "experts", "experts_out", "shared", "shared_out")
 JITTER_PLACE = 2  # number of the jitter among the uses of randomness in a layer
+
+
+def routing_spec(moe: MoeConfig) -> RoutingSpec:
+    score, softmax_first = Score(moe.score.value), moe.softmax_before_topk or moe.sinkhorn
+    if moe.sinkhorn:
+        score = Score.sigmoid if moe.top_k == 1 else Score.softmax
+    changes = {"score": score, "softmax_before_topk": softmax_first}
+    return RoutingSpec(**shared_values(RoutingSpec, moe) | changes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +123,22 @@ class MoeSpec(MlpSpec):
     buffer: float = 1.5
     nodes: int = 1
     backend: str = "auto"
+
+    @classmethod
+    def settings(cls, config: ModelConfig, parallel: ParallelConfig, mixer: str) -> dict:
+        moe, base = config.moe, super().settings(config, parallel, mixer)
+        return base | {
+            "ffn_size": config.expert_ffn,
+            "gate_scale": 1.0,
+            "routing": routing_spec(moe),
+            "norm": NormSpec.of(config) if moe.norms else None,
+            "capacity": moe.capacity_factor,
+            "drop_by_weight": moe.drop_policy is ExpertDrop.weight,
+            "pad": moe.pad_to_capacity,
+            "exchange": parallel.expert_exchange.value,
+            "buffer": parallel.expert_buffer,
+            "nodes": parallel.nodes_of_experts(moe.num_groups),
+        }
 
     @property
     def shared(self) -> MlpSpec:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from maxmeg.config.model import ModelConfig
 from maxmeg.ops.norm import norm
 from maxmeg.parallel.collectives import axis_size
 from maxmeg.parallel.mesh import TENSOR_AXES
@@ -21,6 +22,10 @@ class NormSpec:
     eps: float = 1e-5
     one_plus: bool = False
     bias: bool = True
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> "NormSpec":
+        return cls(config.norm.value, config.norm_eps, config.norm_one_plus, config.norm_bias)
 
 
 class Norm(nnx.Module):

@@ -12,6 +12,8 @@ import typing
 import jax
 import jax.numpy as jnp
 
+from maxmeg.config.model import ModelConfig
+from maxmeg.config.parallel import ParallelConfig
 from maxmeg.layers.cache import CacheSize
 from maxmeg.layers.context import Context
 from maxmeg.layers.conv import Depthwise
@@ -43,6 +45,10 @@ class RecurrentSpec(MixerSpec):
     backend: str = "auto"
     std: float = 0.02
     out_std: float = 0.02
+
+    @classmethod
+    def settings(cls, config: ModelConfig, parallel: ParallelConfig, mixer: str) -> dict:
+        return super().settings(config, parallel, mixer) | {"norm_eps": config.norm_eps}
 
     @property
     @abc.abstractmethod

@@ -20,6 +20,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from maxmeg.config.model import ModelConfig
+from maxmeg.config.parallel import ParallelConfig
 from maxmeg.layers.context import Context, Tables
 from maxmeg.layers.mixer import Mixer, MixerSpec, Widths
 from maxmeg.layers.norm import Norm, NormSpec
@@ -80,6 +82,10 @@ class EncoderNormSpec(MixerSpec):
     reads = writes = "shard"
 
     norm: NormSpec = NormSpec()
+
+    @classmethod
+    def settings(cls, config: ModelConfig, parallel: ParallelConfig, mixer: str) -> dict:
+        return {"hidden_size": config.hidden_size, "norm": NormSpec.of(config)}
 
     def make(self, key: jax.Array) -> "EncoderNorm":
         return EncoderNorm(self)

@@ -18,14 +18,14 @@ from maxmeg.layers import lora as adapters
 from maxmeg.layers.attention import Attention
 from maxmeg.layers.context import Context, Source
 from maxmeg.layers.embedding import Embedding, Positions
-from maxmeg.layers.norm import Norm
+from maxmeg.layers.norm import Norm, NormSpec
 from maxmeg.layers.qk_clip import QkClip
 from maxmeg.layers.residual import drop_residual
 from maxmeg.layers.stream import RelativeTables, Stream, source_context
 from maxmeg.models import mtp
 from maxmeg.models.bert import make_bert
 from maxmeg.models.classifier import Classifier
-from maxmeg.models.mixers import mtp_unit, norm_spec, pattern, unit_costs
+from maxmeg.models.mixers import mtp_unit, pattern, unit_costs
 from maxmeg.models.outline import outline
 from maxmeg.models.stack import Stack
 from maxmeg.ops.cross_entropy.call import (
@@ -69,7 +69,7 @@ class LM(nnx.Module):
         check_model(config)
         parallel = parallel or ParallelConfig()
         keys = split(key, ADAPTERS)
-        norm = norm_spec(config)
+        norm = NormSpec.of(config)
         padded = config.padded_vocab_size(parallel.tensor, parallel.pipe)
         size = (config.vocab_size, padded, config.hidden_size, config.init_std)
         self.vocab_size = config.vocab_size

@@ -18,7 +18,6 @@ from maxmeg.layers.context import Context
 from maxmeg.layers.linear import Linear
 from maxmeg.layers.norm import Norm, NormSpec
 from maxmeg.layers.stream import Stream
-from maxmeg.models.mixers import hidden_std
 from maxmeg.models.stack import Unit, UnitSpec
 from maxmeg.ops.random import split
 
@@ -30,7 +29,7 @@ class Depth(nnx.Module):
         keys, width = split(key, 2), config.hidden_size
         self.embedding_norm = Norm(width, norm)
         self.hidden_norm = Norm(width, norm)
-        self.projection = Linear(keys[0], (2 * width, width), ("norm", "embed"), hidden_std(config))
+        self.projection = Linear(keys[0], (2 * width, width), ("norm", "embed"), config.hidden_std)
         self.layer = Unit(keys[1], layer)
         self.final_norm = Norm(width, norm)
 

@@ -21,7 +21,6 @@ from maxmeg.layers.mla import Mla, MlaSpec
 from maxmeg.layers.mlp import MlpSpec
 from maxmeg.layers.norm import NormSpec
 from maxmeg.layers.residual import Residual, ResidualSpec
-from maxmeg.models.mixers import MIXERS
 from maxmeg.ops.rope import RotarySpec
 from maxmeg.parallel import collectives
 from maxmeg.parallel.parameter import info
@@ -170,7 +169,7 @@ SETTINGS = {
 
 def test_settings_reach_the_layer():
     def spec(**changes) -> MlaSpec:
-        return MIXERS["mla"](with_fields(ModelConfig(), SETTINGS | changes), ParallelConfig())
+        return MlaSpec.of(with_fields(ModelConfig(), SETTINGS | changes), ParallelConfig())
 
     plain = spec()
     sizes = (plain.query_rank, plain.kv_rank, plain.rotary_size, plain.head_dim, plain.value_size)

@@ -12,7 +12,7 @@ import jax
 from maxmeg.config.mixers import ExpertExchange
 from maxmeg.distributed.experts.exchange import block_rows
 from maxmeg.distributed.experts.nodes import node_rows
-from maxmeg.models.mixers import moe_spec
+from maxmeg.layers.moe import MoeSpec
 from maxmeg.ops.experts.choice import BATCHED
 from maxmeg.ops.experts.dispatch import capacity_of
 from maxmeg.planning.cost.loss import FLOAT32
@@ -149,7 +149,7 @@ def dispatch_of(work: Workload) -> Dispatch:
     """The dispatch of one layer's tokens to its experts."""
     model, parallel = work.config.model, work.config.parallel
     tensor, kind = work.axes["tensor"], parallel.expert_exchange
-    spec = moe_spec(model, parallel)
+    spec = MoeSpec.of(model, parallel)
     among = work.axes["expert"] * work.axes["context"]  # devices with other experts and tokens
     local_experts = model.moe.num_experts // (among * parallel.fold)
     width = vector_width(work)
