@@ -251,8 +251,11 @@ class LM(nnx.Module):
             chunk=train.loss_chunk,
             label_smoothing=train.label_smoothing,
         )
-        call = *self.tokens(h_BLD, targets_BL), weights_BL.reshape(-1), spec
-        outputs: typing.Any = linear_cross_entropy(*call, backend=train.loss_backend.value)
+        weights_T, backend = weights_BL.reshape(-1), train.loss_backend.value
+        h_TD, output_VD, targets_T = self.tokens(h_BLD, targets_BL)
+        outputs: typing.Any = linear_cross_entropy(
+            h_TD, output_VD, targets_T, weights_T, spec, backend=backend
+        )
         loss, losses_T = outputs
         return loss, losses_T.reshape(targets_BL.shape)
 
@@ -271,7 +274,8 @@ class LM(nnx.Module):
         h_TD, output_VD, targets_T = self.tokens(h_BLD, targets_BL)
         h_TD = h_TD if temperature == 1 else h_TD / temperature
         backend = train.loss_backend.value
-        return token_log_probs(h_TD, output_VD, targets_T, spec, backend).reshape(targets_BL.shape)
+        log_probs_T: typing.Any = token_log_probs(h_TD, output_VD, targets_T, spec, backend)
+        return log_probs_T.reshape(targets_BL.shape)
 
     def tokens(self, h_BLD: Float[Array, "B L D"], targets_BL: Int[Array, "B L"]) -> tuple:
         """(`projection`'s inputs [T, D] and weights [V, D], targets [T]), for cross entropy."""

@@ -115,8 +115,8 @@ class Quantize:
             )
         weights = [getattr(module, name) for module, name in matrices]
         quantized = quantized_weights(weights, recipe, self.before)
-        draws = self.raw_key is not None and recipe.draws
-        key = jax.random.wrap_key_data(self.raw_key) if draws else None
+        raw_key = self.raw_key if recipe.draws else None
+        key = None if raw_key is None else jax.random.wrap_key_data(raw_key)
         rows = zip(matrices, weights, quantized, strict=True)
         for number, ((module, name), weight, copies) in enumerate(rows):
             copies = jax.tree.map(functools.partial(gathered, info(weight).cut), copies)

@@ -37,12 +37,12 @@ from maxmeg.weights.zero1 import ByLayer
 
 
 class Transform(typing.Protocol):
-    def enter(self, model): ...
+    def enter(self, model) -> typing.Any: ...
 
-    def leave(self, gradients): ...
+    def leave(self, gradients) -> typing.Any: ...
 
 
-def enter(transforms: Sequence[Transform], model):
+def enter(transforms: Sequence[Transform], model) -> typing.Any:
     """The model after all transforms."""
     for transform in transforms:
         model = transform.enter(model)
