@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import maxmeg
+from maxmeg.parallel.parameter import parameter
 
 choose = random.Random(0).choice
 words = "cat dog bird", "sees hears finds", "tree house river", "moon sun sky"
@@ -42,7 +43,7 @@ class Steered(nnx.Module):
 
     def __init__(self, mixer, shift_ND):
         self.mixer, self.spec = mixer, mixer.spec
-        self.shift = nnx.Param(shift_ND, axes=("norm",))
+        self.shift = parameter(shift_ND, "norm")
 
     def __call__(self, h, ctx, cache=None):
         output, cache, aux = self.mixer(h, ctx, cache)

@@ -12,6 +12,7 @@ from flax import nnx
 
 import maxmeg
 from maxmeg.models.lm import LM
+from maxmeg.parallel.parameter import parameter
 
 
 class Maxout(nnx.Module):
@@ -21,7 +22,7 @@ class Maxout(nnx.Module):
         N, D, F = mlp.up.weight.shape
         self.spec = mlp.spec
         pieces = 0.1 * jax.random.normal(key, (N, D, 2, F))
-        self.pieces = nnx.Param(pieces, axes=("embed", None, "mlp"))
+        self.pieces = parameter(pieces, "embed", None, "mlp")
         self.out = mlp.out
 
     def __call__(self, h_BLD, ctx, cache=None):

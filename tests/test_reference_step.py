@@ -13,9 +13,10 @@ from maxmeg.reference_step import reference_step
 from maxmeg.step import make_train_step
 
 TOLERANCE = 1e-5  # of an array's largest number, float32: the order of sums differs
+MTP = "experts that predict two tokens"
 MODELS = {
     "dropout": DROPOUT,
-    "experts that predict two tokens": {
+    MTP: {
         "layers": "*(attention,moe)",
         "moe.bias_balancing": True,
         "moe.backend": ExpertBackend.xla,
@@ -24,7 +25,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["dropout", pytest.param(MTP, marks=pytest.mark.slow)])
 def test_a_step_is_that_of_the_reference(name):
     config = tiny(MODELS[name], {"micro_batch_size": 2}, fsdp=1)
     mesh = mesh_of(config)

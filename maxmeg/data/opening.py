@@ -31,9 +31,9 @@ class Opening:
     """A split of files, and how its samples are made.
 
     names: prefixes of corpora, or files; weights: None without them. split: weights of train,
-    validation and test, as data.split; index: number of the split. num_ids: the tokenizer's ids for
-    which the model has a row; vocab_size: all rows of the model. cache_dir: for files that are made
-    once per node; empty: memory.
+    validation and test, as data.split; index: number of the split. num_ids: number of token ids
+    that have an embedding; vocab_size: number of embeddings. cache_dir: folder of indices that are
+    made once per node; empty: they stay in memory.
     """
 
     config: DataConfig

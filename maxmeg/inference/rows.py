@@ -21,8 +21,8 @@ Fields = Mapping[int, Mapping[str, typing.Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """A number, or with a `size` this many of them, of each row; a dtype has four bytes. default:
-    in rows, and places of a row, for which there is no value."""
+    """One number per row, or `size` numbers. dtype: of four bytes. default: fills rows that are not
+    in use and numbers that a row does not set."""
 
     name: str
     dtype: type = np.int32
@@ -53,14 +53,14 @@ class Layout:
         return array
 
     def joined(self, *values: jax.Array) -> Int[Array, "... X"]:
-        """Rows of words on a device, from the values [...] or [..., size] of the first fields."""
+        """Pack the values [...] or [..., size] of the first fields into int32 rows, on a device."""
         pairs = zip(self.fields, values, strict=False)
         parts = [value[..., None] if field.size is None else value for field, value in pairs]
         return jnp.concatenate([_cast(part, np.int32) for part in parts], axis=-1)
 
     def parted(self, words: typing.Any) -> dict[str, typing.Any]:
-        """The values [...] or [..., size] of each field, from rows of words [..., X] on the host or
-        a device."""
+        """Unpack int32 rows [..., X], on the host or a device: the values [...] or [..., size] of
+        each field."""
         values, first = {}, 0
         for field in self.fields:
             end = first + (1 if field.size is None else field.size)

@@ -151,7 +151,8 @@ class MoeSpec(MlpSpec):
     ) -> tuple[str, str]:
         """The backend of the experts and why, as `choose_backend` returns them.
 
-        matrices: [experts, D, F] of a device. recipe: of their products, or None."""
+        matrices: shape [experts, D, F] of this device's weights. recipe: how their products are
+        quantized; None: not at all."""
         if self.pad:
             return BATCHED, ""
         most = self.routing.num_experts / self.routing.top_k  # every token to the same experts

@@ -115,8 +115,10 @@ def found_on(layer: Mla | Residual, dropped: bool = False, **sizes):
         count = len(x_BLD)
         rows_B = collectives.axis_index(("fsdp",)) * count + jnp.arange(count)
         training = {"dropout_key": jax.random.key(3), "training": dropped}
-        y_BLD = layer(x_BLD, Context(positions_BL[:count], rows_B=rows_B, **training))[0]
-        return collectives.scatter_sequence(y_BLD) if isinstance(layer, Mla) else y_BLD
+        ctx = Context(positions_BL[:count], rows_B=rows_B, **training)
+        if isinstance(layer, Mla):
+            return collectives.scatter_sequence(layer(x_BLD, ctx)[0])
+        return layer({"target": x_BLD}, ctx)[0]["target"]
 
     return on_mesh(output, layer, sizes)(layer, *inputs())
 
@@ -137,8 +139,8 @@ def test_a_mesh_equals_one_device_with_every_dropout():
     alone = found_on(layer, dropped=True)
     check_equal(found_on(layer, dropped=True, fsdp=2, tensor=2), alone)
     ctx = Context(jnp.broadcast_to(jnp.arange(L), (B, L)))
-    without_BLD = jax.jit(lambda layer, x_BLD: layer(x_BLD, ctx)[0])(layer, inputs()[0])
-    assert float(jnp.abs(alone[0] - without_BLD).max()) > 0.01
+    without = jax.jit(lambda layer, x_BLD: layer({"target": x_BLD}, ctx)[0])(layer, inputs()[0])
+    assert float(jnp.abs(alone[0] - without["target"]).max()) > 0.01
 
 
 def test_a_value_of_the_cache_is_not_copied():

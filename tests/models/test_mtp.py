@@ -20,6 +20,7 @@ from maxmeg.objectives.language_modelling import LANGUAGE_MODELLING, shifted
 from maxmeg.objectives.microbatch import complete
 from maxmeg.parallel.batch import Batch
 from maxmeg.parallel.trainable import trained
+from maxmeg.pipeline.schedule import one_f_one_b
 from maxmeg.step import local_gradients
 
 TOLERANCE = 1e-5  # relative, float32: the order of sums differs

@@ -45,8 +45,8 @@ def write_tokenizer(folder):
     return made.encode(TEXT).ids
 
 
-@pytest.mark.parametrize(("kind", "more", "form"), CASES)
-def test_transformers_reads_the_file(tmp_path, kind, more, form):
+def make_run(tmp_path, kind, more):
+    """(transformers' random model, ids of TEXT); its folder is `hf`, and its import `run`."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES | more)).float()
     with torch.no_grad():
@@ -55,6 +55,12 @@ def test_transformers_reads_the_file(tmp_path, kind, more, form):
     model.save_pretrained(tmp_path / "hf")
     ids = write_tokenizer(tmp_path / "hf")
     convert.import_model(convert.open_folder(tmp_path / "hf"), tmp_path / "run")
+    return model, ids
+
+
+@pytest.mark.parametrize(("kind", "more", "form"), CASES)
+def test_transformers_reads_the_file(tmp_path, kind, more, form):
+    model, ids = make_run(tmp_path, kind, more)
     gguf_export.export_gguf(tmp_path / "run", tmp_path / "x.gguf", *form)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="x.gguf", dtype=torch.float32)
     state, weights = theirs.state_dict(), gguf.open_file(tmp_path / "x.gguf").weights

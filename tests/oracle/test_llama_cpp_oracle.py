@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_gguf_oracle import GEMMA, LLAMA3, SIZES, write_tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM
+from test_gguf_oracle import GEMMA, LLAMA3, make_run
 
 from maxmeg.config.model import DType
 from maxmeg.config.options import Quantize
-from maxmeg.hf import convert, gguf_export
+from maxmeg.hf import gguf_export
 from maxmeg.hf.formats import gguf
 
 pytest.importorskip("xllamacpp")
@@ -47,14 +46,7 @@ def of_llama_cpp(path: Path, ids: list[int]) -> dict:
 @pytest.mark.parametrize(("kind", "more"), CASES)
 def test_llama_cpp_reads_the_file(tmp_path, kind, more):
     """Of each form: what llama.cpp computes, and transformers with the file's weights."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES | more)).float()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    model.save_pretrained(tmp_path / "hf")
-    ids = write_tokenizer(tmp_path / "hf")
-    convert.import_model(convert.open_folder(tmp_path / "hf"), tmp_path / "run")
+    model, ids = make_run(tmp_path, kind, more)
     for number, form in enumerate(FORMS):
         path = tmp_path / f"{number}.gguf"
         gguf_export.export_gguf(tmp_path / "run", path, *form)

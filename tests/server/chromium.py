@@ -100,7 +100,7 @@ class Browser:
         """Wait until an expression is true; AssertionError with the page's text after SECONDS."""
         end = time.monotonic() + SECONDS
         while not self.evaluate(expression):
-            text = self.evaluate("document.body.innerText")
+            text = self.evaluate("document.body?.innerText")
             assert time.monotonic() < end, f"not within {SECONDS} s: {expression}\n{text}"
             time.sleep(0.05)
 

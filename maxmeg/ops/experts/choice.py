@@ -30,8 +30,8 @@ def choose_backend(
 ) -> tuple[str, str]:
     """(BATCHED or a backend of grouped_matmul, why "auto" does not use another one).
 
-    matrices: [experts, D, F] of a device. buffer: rows of a block over an expert's mean load.
-    limit: the same of a block that holds every load. fp8: whether a kernel would multiply fp8
+    matrices: [experts, D, F], weights of a device. buffer: rows of a block over an expert's mean
+    load. limit: the same of a block that holds every load. fp8: whether a kernel would multiply fp8
     numbers with scales of rows and columns.
 
     On a GPU "auto" is batched if a block holds every load and has few empty rows, else our kernel,
