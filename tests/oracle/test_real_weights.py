@@ -70,6 +70,7 @@ def finetuned(folder: Path, name: str, *flags: str) -> Path:
         "train",
         f"--config=finetune:{folder / 'run'}",
         f"--config.run_dir={folder / name}",
+        "--config.data.builtin=source",
         f"--config.data.cache_dir={folder / 'data'}",
         f"--config.data.sequence_length={LENGTH}",
         "--config.model.dtype=float32",
