@@ -19,11 +19,11 @@ class Parser(argparse.ArgumentParser):
     """Raises a ValueError for a mistake, which is printed as those of the other commands."""
 
     def parse_args(self, args=None, namespace=None):
-        known = [name for action in self._actions for name in action.option_strings]
+        options = [name for action in self._actions for name in action.option_strings]
         for word in args or ():
             name = word.partition("=")[0]
-            if name.startswith("--") and name not in known and word != "--":
-                near = difflib.get_close_matches(name, known, 1)
+            if name.startswith("--") and name not in options and word != "--":
+                near = difflib.get_close_matches(name, options, 1)
                 raise ValueError(
                     f"unknown flag {name}: "
                     + (f"did you mean {near[0]}?" if near else f"see {self.prog} --help")
@@ -148,10 +148,10 @@ def run(description: str | None, arguments: Sequence[str]) -> int:
         )  # fmt: skip
     except KeyboardInterrupt:
         parts = Path(share.name(flags.output) + ".parts")
-        said = (
+        message = (
             f"the same command continues from {parts}" if parts.is_dir() else "nothing is written"
         )
-        print(f"interrupted: {said}", file=sys.stderr)
+        print(f"interrupted: {message}", file=sys.stderr)
         return 130
     print(_summarize(report))
     return 0

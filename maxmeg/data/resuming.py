@@ -42,12 +42,12 @@ def kept_parts(
     saved: list[Record],
     corpora: Sequence[IndexedDataset],
     cut: tuple[str, int, int, int],
-    asked: int | None,
+    num_requested: int | None,
 ) -> tuple[tuple[int, int | None], ...]:
     """The `MegatronOrder.parts` that continue a saved record of the same data; empty without one.
 
     The matching record is removed from `saved`. cut: (split, split index, sequence length, seed).
-    asked: samples of the whole run; None means one epoch.
+    num_requested: samples of the whole run; None means one epoch.
     """
     if not saved:
         return ()
@@ -63,7 +63,7 @@ def kept_parts(
                 int(corpus.lengths[begin:end].sum(dtype=np.int64))
                 for corpus, (begin, end) in zip(corpora, ranges, strict=True)
             )
-            return continued(parts, (num_tokens, length), record["samples"], asked)
+            return continued(parts, (num_tokens, length), record["samples"], num_requested)
     return ()
 
 
@@ -89,10 +89,10 @@ def compare_orders(
     before = []
     for record in saved:
         keys = [tuple(identity[:3]) for identity in record.get("corpora", [])]
-        known = [corpora[key] for key in keys if key in corpora]
-        if known and len(known) == len(keys):
-            before.append((record, _rebuild(record, known)))
-        elif known or not keys:  # the lengths of missing documents are unknown
+        matches = [corpora[key] for key in keys if key in corpora]
+        if matches and len(matches) == len(keys):
+            before.append((record, _rebuild(record, matches)))
+        elif matches or not keys:  # the lengths of missing documents are unknown
             return bound(saved, [record for record, _ in after])
     repeated, left_out, is_exact = 0.0, 0.0, True
     for key, corpus in corpora.items():

@@ -37,18 +37,18 @@ def stored(config: Config) -> Config:
 
 def write(config: Config) -> None:
     """Copy tokenizer and chat template into the run folder, then write its config.yaml."""
-    kept = stored(config)
+    target = stored(config)
     sources = paths.absolute(config).data
-    if kept.data.tokenizer != sources.tokenizer:
+    if target.data.tokenizer != sources.tokenizer:
         kind, argument, _ = paths.split_spec(sources.tokenizer)
         copied = tokenizer_files(kind, Path(argument))
         if kind == "huggingface" and sources.chat_template:  # the tokenizer of runs that follow
             copied |= {"chat_template.jinja": Path(sources.chat_template)}
         for name, source in copied.items():
-            write_atomically(_folder(kept) / name, source.read_bytes())
-    if kept.data.chat_template != sources.chat_template:
-        write_atomically(_folder(kept) / TEMPLATE, Path(sources.chat_template).read_bytes())
-    files.save(kept, Path(kept.run_dir, files.CONFIG_FILE))
+            write_atomically(_folder(target) / name, source.read_bytes())
+    if target.data.chat_template != sources.chat_template:
+        write_atomically(_folder(target) / TEMPLATE, Path(sources.chat_template).read_bytes())
+    files.save(target, Path(target.run_dir, files.CONFIG_FILE))
 
 
 def read(settings: dict[str, typing.Any], run_dir: str | os.PathLike) -> Config:

@@ -23,13 +23,13 @@ def sample_prompt(config: Config, source: Source, data: Dataset) -> str:
     They are a line of Python for the built-in corpus, and "" for mock data, for chats and for
     models that do not continue text.
     """
-    log, model, own = config.log, config.model, config.data
+    log, model, settings = config.log, config.model, config.data
     if has_prompt(config) or not log.sample_prompt:
         return log.sample_prompt
     continues = model.attention.causal and not model.has_source and not model.head.num_classes
-    if not continues or own.mock or own.objective is Objective.sft:
+    if not continues or settings.mock or settings.objective is Objective.sft:
         return ""
-    if isinstance(source, Corpora) and not own.names_corpus:
+    if isinstance(source, Corpora) and not settings.names_corpus:
         return PYTHON
     return first_words(data, source.tokenizer, min(_TOKENS, model.max_position // 2))
 

@@ -53,12 +53,12 @@ class Corpora:
     ) -> tuple[Dataset, dict[str, Dataset]]:
         """Open the sets, with the samples in the order that the checkpoint kept; print them."""
         saved = metadata.get("data_order")
-        asked = [samples_asked(config, split, schedules, saved or ()) for split in (0, 1)]
+        num_samples = [samples_asked(config, split, schedules, saved or ()) for split in (0, 1)]
         place = self._prefixes, self.tokenizer
-        train = open_split(config, *place, 0, asked[0])
+        train = open_split(config, *place, 0, num_samples[0])
         assert isinstance(train, RecordedDataset)  # an empty training split is an error
         check_epochs(schedules.total_samples / train.samples_per_epoch, config.data.max_epochs)
-        validation = build_validation(config, *place, asked[1])
+        validation = build_validation(config, *place, num_samples[1])
         if multihost.is_primary():
             warn_of_order(saved, train, schedules.consumed_samples(step))
             named = {f"validation {name}".rstrip(): data for name, data in validation.items()}

@@ -195,11 +195,11 @@ class _Worker:
     def _explain_end(self) -> ChildProcessError:
         self.process.join(_LAST_WORDS)
         code = self.process.exitcode
-        how = f"with exit code {code}"
+        cause = f"with exit code {code}"
         if code is not None and code < 0:
-            how = f"by signal {-code} ({signal.Signals(-code).name})"
+            cause = f"by signal {-code} ({signal.Signals(-code).name})"
         return ChildProcessError(
-            f"{self.process.name} (process {self.process.pid}) was ended {how}, not by this run. "
+            f"{self.process.name} (process {self.process.pid}) was ended {cause}, not by this run. "
             f"Where memory ran out (see `dmesg`, or the job's limits), lower data.num_workers or "
             "data.prefetch; the same command resumes from the last checkpoint"
         )

@@ -8,7 +8,7 @@ import numpy as np
 
 from maxmeg.config.data import Objective
 from maxmeg.config.schema import Config
-from maxmeg.data.chat.conversation import normalized, shown
+from maxmeg.data.chat.conversation import excerpt, normalized
 from maxmeg.data.chat.template import Messages, load_chat_template
 from maxmeg.data.prepare import documents
 from maxmeg.data.tokenizers.tokenizer import SENTINEL, Tokenizer
@@ -44,7 +44,7 @@ def checked(record: typing.Any) -> Record:
         conversation = normalized(record["messages"], record.get("tools"))
         text = json.dumps(conversation, ensure_ascii=False, default=str)
     elif not isinstance(text := record["prompt"], str):
-        raise ValueError(f"prompt={shown(text)} is not text")
+        raise ValueError(f"prompt={excerpt(text)} is not text")
     documents.check_unicode(text, names[0])
     return record
 
@@ -97,8 +97,8 @@ def encoded(
     for record in records:
         if not is_chat(checked(record)) and record.get("tools"):
             raise ValueError(
-                f"tools of the prompt {shown(record['prompt'])} are for chats: add --chat, or give "
-                "messages"
+                f"tools of the prompt {excerpt(record['prompt'])} are for chats: add --chat, or "
+                "give messages"
             )
     template = load_chat_template(tokenizer, config.data.chat_template) if chats else None
     conversations = [with_system(messages, system) for messages, _ in chats]

@@ -179,10 +179,10 @@ def _write(files: Sequence[str], num_workers: int | None, folder: Path, *making:
         raise ValueError(f"{path} holds no {kind.name}: write one JSON object per line")
     named = {name: count for name, count in forms.items() if name}
     counts = ", ".join(f"{count:,} {name}" for name, count in named.items())
-    shown = f" ({counts if len(named) > 1 else ''.join(named)})" * bool(named)
+    detail = f" ({counts if len(named) > 1 else ''.join(named)})" * bool(named)
     divided = f" as {num_texts:,} texts" * (num_texts > forms.total() * len(kind.readers))
     print(
-        f"chats: {forms.total():,} {kind.name} of {path}{shown}{divided}, {num_tokens:,} tokens, "
+        f"chats: {forms.total():,} {kind.name} of {path}{detail}{divided}, {num_tokens:,} tokens, "
         f"made in {time.monotonic() - start:.1f} s in {folder.parent}",
         file=sys.stderr,
     )
@@ -238,9 +238,9 @@ def _encode_text(tokenizer: Tokenizer, turns: Turns) -> Iterator[Encoded]:
     for begin, stop in turns.spans:
         first, last = np.searchsorted(starts, (begin, stop)).tolist()
         # What precedes a special token does not change the tokens after it.
-        known = np.flatnonzero(is_special[:first]).max(initial=0)
-        prompt = turns.text[starts[known] * (known > 0) : begin]
-        if np.array_equal(tokenizer.encode_marked(prompt, tokenizer.added), ids[known:first]):
+        anchor = np.flatnonzero(is_special[:first]).max(initial=0)
+        prompt = turns.text[starts[anchor] * (anchor > 0) : begin]
+        if np.array_equal(tokenizer.encode_marked(prompt, tokenizer.added), ids[anchor:first]):
             has_loss[first:last] = 1
             continue
         prompt = tokenizer.encode_marked(turns.text[:begin], tokenizer.added)

@@ -32,9 +32,9 @@ def normalized(
     """
     listed = parsed(messages, field)
     if not isinstance(listed, Sequence) or isinstance(listed, str) or not listed:
-        raise ValueError(f"{field}={shown(messages)} is not a list of messages")
-    found = [_message(m, f"{field}[{i}]", is_trained) for i, m in enumerate(listed)]
-    return found, _listed(tools, "tools", _tool) or None
+        raise ValueError(f"{field}={excerpt(messages)} is not a list of messages")
+    result = [_message(m, f"{field}[{i}]", is_trained) for i, m in enumerate(listed)]
+    return result, _listed(tools, "tools", _tool) or None
 
 
 def parsed(value: Any, field: str) -> Any:
@@ -44,10 +44,10 @@ def parsed(value: Any, field: str) -> Any:
     try:
         return json.loads(value) if value.strip() else None
     except (ValueError, RecursionError):
-        raise ValueError(f"{field}={shown(value)} is not JSON") from None
+        raise ValueError(f"{field}={excerpt(value)} is not JSON") from None
 
 
-def shown(value: Any) -> str:
+def excerpt(value: Any) -> str:
     """A value in an error, cut to `SHOWN` characters."""
     return repr(value)[:SHOWN]
 
@@ -80,7 +80,7 @@ def _content(fields: Fields, field: str, is_trained: bool) -> str:
             return ""
         raise ValueError(f"{field} has no content, a text")
     if not isinstance(content, list | tuple):
-        raise ValueError(f"{field}.content={shown(content)} is not text")
+        raise ValueError(f"{field}.content={excerpt(content)} is not text")
     texts = []
     for number, part in enumerate(content):
         text = part
@@ -88,7 +88,7 @@ def _content(fields: Fields, field: str, is_trained: bool) -> str:
             text = part.get("text")
         if not isinstance(text, str):
             raise ValueError(
-                f"{field}.content[{number}]={shown(part)} is not a text part like "
+                f"{field}.content[{number}]={excerpt(part)} is not a text part like "
                 '{"type": "text", "text": "..."}'
             )
         texts.append(text)
@@ -103,7 +103,7 @@ def _call(call: Any, field: str) -> Fields:
     arguments = function.get("arguments")
     value = parsed(arguments, f"{place}.arguments")
     if not isinstance(value, Mapping | None):
-        raise ValueError(f"{place}.arguments={shown(arguments)} is not a JSON object")
+        raise ValueError(f"{place}.arguments={excerpt(arguments)} is not a JSON object")
     function["arguments"] = dict(value or {})
     fields["function"] = _ordered(function, _CALLED)
     return _ordered(fields, _CALL)
@@ -116,8 +116,8 @@ def _tool(tool: Any, field: str) -> Fields:
     if "parameters" in function:
         value = parsed(function["parameters"], f"{place}.parameters")
         if not isinstance(value, Mapping):
-            given = shown(function["parameters"])
-            raise ValueError(f"{place}.parameters={given} is not a JSON schema, an object")
+            parameters = excerpt(function["parameters"])
+            raise ValueError(f"{place}.parameters={parameters} is not a JSON schema, an object")
         function["parameters"] = dict(value)
     fields["function"] = _ordered(function, _TOOL_FUNCTION)
     return _ordered(fields, _TOOL)
@@ -140,15 +140,15 @@ def _listed(value: Any, field: str, read: Callable[[Any, str], Fields]) -> list[
     if listed is None:
         return []
     if not isinstance(listed, list | tuple):
-        raise ValueError(f"{field}={shown(value)} is not a list")
+        raise ValueError(f"{field}={excerpt(value)} is not a list")
     return [read(item, f"{field}[{number}]") for number, item in enumerate(listed)]
 
 
-def _object(value: Any, field: str, wanted: str) -> Fields:
+def _object(value: Any, field: str, kind: str) -> Fields:
     """The fields of an object that are not null."""
     fields = parsed(value, field) if isinstance(value, str) and value[:1] == "{" else value
     if not isinstance(fields, Mapping):
-        raise ValueError(f"{field}={shown(value)} is not {wanted}")
+        raise ValueError(f"{field}={excerpt(value)} is not {kind}")
     return {name: item for name, item in fields.items() if item is not None}
 
 
@@ -156,7 +156,7 @@ def _text(fields: Fields, name: str, field: str) -> str:
     if name not in fields:
         raise ValueError(f"{field} has no {name}, a text")
     if not isinstance(fields[name], str):
-        raise ValueError(f"{field}.{name}={shown(fields[name])} is not text")
+        raise ValueError(f"{field}.{name}={excerpt(fields[name])} is not text")
     return fields[name]
 
 

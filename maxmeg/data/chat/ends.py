@@ -27,23 +27,23 @@ def end_tokens(tokenizer: Tokenizer, data: DataConfig, vocab_size: int) -> tuple
     trained on chats also has the end of the template's turns.
     """
     ends = _named(tokenizer, vocab_size)
-    more, _ = _trained(tokenizer, data)
-    return ends if {*ends} & {*more} else (*ends, *more[-1:])
+    turn_ends, _ = _trained(tokenizer, data)
+    return ends if {*ends} & {*turn_ends} else (*ends, *turn_ends[-1:])
 
 
 def log_ends(tokenizer: Tokenizer, data: DataConfig) -> None:
     """Log the end of turns that training on chats adds; warn if turns have no such end."""
-    ends, (more, text) = _named(tokenizer, math.inf), _trained(tokenizer, data)
-    if {*ends} & {*more}:
+    ends, (turn_ends, text) = _named(tokenizer, math.inf), _trained(tokenizer, data)
+    if {*ends} & {*turn_ends}:
         return
-    shown = ", ".join(repr(special_name(tokenizer, i)) for i in ends)
-    if more:
-        added = repr(special_name(tokenizer, more[-1]))
-        logger.info(f"the chat template ends turns with {added}: it ends generation, as {shown}")
+    names = ", ".join(repr(special_name(tokenizer, i)) for i in ends)
+    if turn_ends:
+        added = repr(special_name(tokenizer, turn_ends[-1]))
+        logger.info(f"the chat template ends turns with {added}: it ends generation, as {names}")
         return
     trained = f"with {text!r}, which is no special token" if text else "without a token"
     logger.warning(
-        f"the loss of an assistant's turn ends {trained}, and generation ends at {shown}, which "
+        f"the loss of an assistant's turn ends {trained}, and generation ends at {names}, which "
         "the turns do not train: the model may not stop; give a template that writes an end of "
         "turn after the answer, within {% generation %} blocks if it has them "
         "(data.chat_template=FILE)"

@@ -6,7 +6,7 @@ Each becomes messages, tools and the index of the first message that may have a 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from maxmeg.data.chat.conversation import normalized, parsed, shown
+from maxmeg.data.chat.conversation import excerpt, normalized, parsed
 
 # ShareGPT's names of who speaks, those of LLaMA-Factory and of the datasets on the Hub among them.
 SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant"}
@@ -29,9 +29,9 @@ def read_conversation(row: Row) -> tuple[str, Conversation]:
     """The name of a row's form, and its conversation; ValueError names the field that is wrong."""
     name = form_of(row)
     if not name:
-        known = "; ".join(f"{name}: {', '.join(fields)}" for name, (fields, _) in FORMS.items())
+        forms = "; ".join(f"{name}: {', '.join(fields)}" for name, (fields, _) in FORMS.items())
         fields = ", ".join(row) or "none"
-        raise ValueError(f"its fields ({fields}) fit no form of a chat ({known})"[:500])
+        raise ValueError(f"its fields ({fields}) fit no form of a chat ({forms})"[:500])
     return name, FORMS[name][1](row)
 
 
@@ -54,7 +54,7 @@ def _messages(row: Row) -> Conversation:
 def _share_gpt(row: Row) -> Conversation:
     turns = parsed(row["conversations"], "conversations")
     if not isinstance(turns, list | tuple):
-        raise ValueError(f"conversations={shown(turns)} is not a list")
+        raise ValueError(f"conversations={excerpt(turns)} is not a list")
     messages = [_turn(turn, f"conversations[{number}]") for number, turn in enumerate(turns)]
     messages, tools = normalized(messages, row.get("tools"), True, "conversations")
     return Conversation([*_system(row), *messages], tools)
@@ -66,20 +66,20 @@ def _turn(turn: Any, field: str) -> Any:
         return turn
     if not isinstance(turn, Mapping) or not isinstance(turn.get("from"), str):
         raise ValueError(
-            f'{field}={shown(turn)} is not an object like {{"from": "human", "value": "..."}}'
+            f'{field}={excerpt(turn)} is not an object like {{"from": "human", "value": "..."}}'
         )
     speaker, value = turn["from"], turn.get("value")
     if speaker not in SPEAKERS:
-        raise ValueError(f"{field}.from={shown(speaker)} is unknown: known are {_names()}")
+        raise ValueError(f"{field}.from={excerpt(speaker)} is unknown: known are {_names()}")
     if not isinstance(value, str):
-        raise ValueError(f"{field}.value={shown(value)} is not text")
+        raise ValueError(f"{field}.value={excerpt(value)} is not text")
     message = {"role": SPEAKERS[speaker], "content": value}
     if speaker == "function_call":
         called = parsed(value, f"{field}.value")
         calls = called if isinstance(called, list) else [called]
         if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
             raise ValueError(
-                f"{field}.value={shown(value)} is not a call like "
+                f"{field}.value={excerpt(value)} is not a call like "
                 '{"name": "...", "arguments": {...}}'
             )
         message |= {"content": None, "tool_calls": calls}
@@ -91,17 +91,17 @@ def _names() -> str:
 
 
 def _alpaca(row: Row) -> Conversation:
-    asked, more = _text(row, "instruction"), _text(row, "input")
+    instruction, context = _text(row, "instruction"), _text(row, "input")
     messages = _system(row)
     history = row.get("history") or []
     if not isinstance(history, list):
-        raise ValueError(f"history={shown(history)} is not a list of pairs of texts")
+        raise ValueError(f"history={excerpt(history)} is not a list of pairs of texts")
     for number, pair in enumerate(history):
         is_pair = isinstance(pair, list) and len(pair) == 2
         if not is_pair or not all(isinstance(text, str) for text in pair):
-            raise ValueError(f"history[{number}]={shown(pair)} is not a pair of texts")
+            raise ValueError(f"history[{number}]={excerpt(pair)} is not a pair of texts")
         messages += _pair(*pair)
-    messages += _pair("\n\n".join(filter(None, (asked, more))), _text(row, "output"))
+    messages += _pair("\n\n".join(filter(None, (instruction, context))), _text(row, "output"))
     return Conversation(messages, row.get("tools"))
 
 
@@ -112,16 +112,16 @@ def _completion(row: Row) -> Conversation:
         return Conversation([*_system(row), *_pair(prompt, completion)], row.get("tools"))
     if not isinstance(prompt, list) or not isinstance(completion, list):
         raise ValueError(
-            f"prompt={shown(prompt)}, completion={shown(completion)}: give two texts or two lists "
-            "of messages"
+            f"prompt={excerpt(prompt)}, completion={excerpt(completion)}: give two texts or two "
+            "lists of messages"
         )
     prompt, tools = normalized(prompt, row.get("tools"), field="prompt")
     completion, _ = normalized(completion, None, True, "completion")
     return Conversation([*prompt, *completion], tools, len(prompt))
 
 
-def _pair(asked: Any, answer: Any) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+def _pair(question: Any, answer: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 def _system(row: Row) -> list[dict[str, Any]]:
@@ -133,7 +133,7 @@ def _text(row: Row, name: str) -> str:
     """The text of a field; empty where it is null or absent."""
     value = row.get(name)
     if not isinstance(value, str | None):
-        raise ValueError(f"{name}={shown(value)} is not text")
+        raise ValueError(f"{name}={excerpt(value)} is not text")
     return value or ""
 
 

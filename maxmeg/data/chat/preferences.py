@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from maxmeg.data.chat.answers import Kind, open_prepared
-from maxmeg.data.chat.conversation import normalized, shown
+from maxmeg.data.chat.conversation import excerpt, normalized
 from maxmeg.data.chat.sft import FittingRows, prepared, split_of
 from maxmeg.data.chat.turns import BadRow, Row, Turns, bad_rows, conversation, read_object
 from maxmeg.data.corpus.indexed import check_vocabulary
@@ -56,13 +56,13 @@ def read_side(side: str, record: documents.Record) -> Row | Turns:
             return conversation(answer, row.get("tools"), shared)
         return conversation([*prompt, *answer], row.get("tools"), len(prompt))
     if not all(isinstance(text, str) for text in answers) or isinstance(prompt, list):
-        found = ", ".join(map(shown, answers))
-        raise BadRow(f"chosen and rejected must both be texts or both lists of messages: {found}")
+        values = ", ".join(map(excerpt, answers))
+        raise BadRow(f"chosen and rejected must both be texts or both lists of messages: {values}")
     if prompt is None:
         prompt = answer[: _shared(*answers)].rstrip(" ")  # a space belongs to the next word
         answer = answer[len(prompt) :]
     if not isinstance(prompt, str):
-        raise BadRow(f"prompt={shown(prompt)} is not text")
+        raise BadRow(f"prompt={excerpt(prompt)} is not text")
     return Turns(prompt + answer, [(len(prompt), len(prompt + answer))], has_end=True)
 
 
@@ -78,7 +78,7 @@ def _check_prompt(prompt: typing.Any, shared: list[typing.Any]) -> None:
     if not shared or (prompt is not None and prompt not in contents):
         raise BadRow(
             f"chosen and rejected are messages that begin with {len(shared)} equal ones, and the "
-            f"prompt {shown(prompt)} is not one of them: give the prompt as messages"
+            f"prompt {excerpt(prompt)} is not one of them: give the prompt as messages"
         )
 
 

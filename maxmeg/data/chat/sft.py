@@ -50,9 +50,9 @@ class FittingRows(RebuiltInWorkers):
             for i in np.flatnonzero(~keep).tolist():
                 keep[i] = too_long == "truncate" and self._has_loss(folder, begin + i)
                 counts["truncated" if keep[i] else "dropped"] += 1
-            kept = np.flatnonzero(keep)
-            rows.append(np.stack([np.full(len(kept), folder), begin + kept], axis=1))
-            lengths.append(np.minimum(full[kept], self._longest))
+            indices = np.flatnonzero(keep)
+            rows.append(np.stack([np.full(len(indices), folder), begin + indices], axis=1))
+            lengths.append(np.minimum(full[indices], self._longest))
         self.rows, self.lengths = np.concatenate(rows), np.concatenate(lengths)
         self._counts = counts
 

@@ -64,8 +64,8 @@ class ChatTemplate:
         texts: list[str] = []
         for start in range(0, len(conversations), AT_ONCE):
             requests = [
-                {"messages": [dict(message) for message in messages]} | variables | dict(own)
-                for messages, own in itertools.zip_longest(
+                {"messages": [dict(message) for message in messages]} | variables | dict(extras)
+                for messages, extras in itertools.zip_longest(
                     conversations[start : start + AT_ONCE],
                     each[start : start + AT_ONCE],
                     fillvalue={},

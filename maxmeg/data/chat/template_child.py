@@ -39,15 +39,15 @@ class Generation(jinja2.ext.Extension):
 
     tags: typing.ClassVar = {"generation"}
     marks: typing.ClassVar = ["", ""]  # of the request
-    seen = False
+    is_used = False
 
     def parse(self, parser):
-        Generation.seen = True
+        Generation.is_used = True
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.CallBlock(self.call_method("shown"), [], [], body).set_lineno(line)
+        return jinja2.nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
 
-    def shown(self, caller) -> str:
+    def mark(self, caller) -> str:
         before, after = self.marks
         return before + caller() + after
 
@@ -114,7 +114,7 @@ def render(request: dict) -> dict:
         error = "its macros or blocks call each other without end"
     except Exception as raised:  # a template can raise any exception
         error = f"{type(raised).__name__}: {raised}"[:SHOWN]
-    answer = {"texts": texts, "generation": Generation.seen}
+    answer = {"texts": texts, "generation": Generation.is_used}
     return answer if error is None else answer | {"error": error, "index": index}
 
 
@@ -137,10 +137,10 @@ def answer(line: bytes) -> bytes:
         os._exit(status)
     os.close(writing)
     with open(reading, "rb") as pipe:
-        found = pipe.read()
+        reply = pipe.read()
     _, status = os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status)
-    return json.dumps({"status": code}).encode() if code else found
+    return json.dumps({"status": code}).encode() if code else reply
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ import re
 import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from maxmeg.data.chat.conversation import normalized, shown
+from maxmeg.data.chat.conversation import excerpt, normalized
 from maxmeg.data.chat.forms import read_conversation
 from maxmeg.data.chat.template import ChatTemplate
 from maxmeg.data.prepare.documents import Record
@@ -66,17 +66,17 @@ def read_object(record: Record, *names: str) -> Row:
         row = record.value()
     if isinstance(row, dict) and all(row.get(name) is not None for name in names):
         return row
-    wanted = f" with {' and '.join(map(json.dumps, names))}" * bool(names)
+    fields = f" with {' and '.join(map(json.dumps, names))}" * bool(names)
     actual = (
-        f"one with {', '.join(row) or 'no field'}"[:200] if isinstance(row, dict) else shown(row)
+        f"one with {', '.join(row) or 'no field'}"[:200] if isinstance(row, dict) else excerpt(row)
     )
-    raise BadRow(f"a row must be an object{wanted}, not {actual}")
+    raise BadRow(f"a row must be an object{fields}, not {actual}")
 
 
 def bad_rows_error(problems: Sequence[str]) -> ValueError:
     """The error that names the first bad rows."""
-    more = len(problems[:MAX_ERRORS]) - _LINES_OF_ERRORS
-    lines = [*problems[:_LINES_OF_ERRORS], *[f"and {more} more"] * (more > 0)]
+    num_others = len(problems[:MAX_ERRORS]) - _LINES_OF_ERRORS
+    lines = [*problems[:_LINES_OF_ERRORS], *[f"and {num_others} more"] * (num_others > 0)]
     return ValueError("\n".join([*lines, "fix these rows or remove them"]))
 
 
@@ -104,14 +104,14 @@ def conversation(messages: typing.Any, tools: typing.Any, first: int = 0) -> Row
 def _check_message(message: Row, field: str) -> None:
     role = message["role"]
     if role not in ROLES:
-        raise BadRow(f"{field}.role={shown(role)} is unknown: known are {', '.join(ROLES)}")
+        raise BadRow(f"{field}.role={excerpt(role)} is unknown: known are {', '.join(ROLES)}")
     _check_weight(message, f"{field}.weight")
 
 
 def _check_weight(fields: Row, name: str) -> None:
     """BadRow for a factor of the loss, which other trainers know."""
     if fields.get("weight") not in (None, 1):
-        raise BadRow(f"{name}={shown(fields['weight'])}: weights are not supported, remove it")
+        raise BadRow(f"{name}={excerpt(fields['weight'])}: weights are not supported, remove it")
 
 
 def find_turns(
@@ -177,23 +177,23 @@ def _render_rows(
     marked: list[list[str | BadRow]] = [[] for _ in rows]
     if has_blocks:
         ends = [
-            [of_row[i] for text in known for i in (text.first, text.last)]
-            if not isinstance(known, BadRow)
+            [of_row[i] for text in turns for i in (text.first, text.last)]
+            if not isinstance(turns, BadRow)
             else []
-            for of_row, known in zip(parts, texts, strict=True)
+            for of_row, turns in zip(parts, texts, strict=True)
         ]
         marked, _ = _render(template, ends, places, MARKS)
-    for row, known, of_row in zip(rows, texts, marked, strict=True):
-        if isinstance(known, BadRow):
-            yield known
+    for row, turns, of_row in zip(rows, texts, marked, strict=True):
+        if isinstance(turns, BadRow):
+            yield turns
             continue
         try:
-            spans = _marked_spans(row, known, of_row) if has_blocks else [t.spans for t in known]
+            spans = _marked_spans(row, turns, of_row) if has_blocks else [t.spans for t in turns]
         except BadRow as error:
             yield error
             continue
         form = row.get("form", "")
-        yield [Turns(t.text, each, form=form) for t, each in zip(known, spans, strict=True)]
+        yield [Turns(t.text, each, form=form) for t, each in zip(turns, spans, strict=True)]
 
 
 def _parts(row: Row) -> list[Row]:
@@ -258,12 +258,12 @@ def _turn_after(prompt: str, text: str, messages: Sequence[Row]) -> str:
 
     It is what follows the end of the prompt, from the last message before the answer on.
     """
-    asked, answer = (["", *(message["content"].strip() for message in messages)])[-2:]
+    question, answer = (["", *(message["content"].strip() for message in messages)])[-2:]
     lengths = range(len(prompt) + 1)
     length = bisect.bisect_left(lengths, True, key=lambda n: prompt[len(prompt) - n :] not in text)
     shared = prompt[len(prompt) - length + 1 :]  # the longest end of the prompt in the text
     turn = text.rpartition(shared)[2] if shared else ""
-    return turn if asked and asked in shared and answer in turn else ""
+    return turn if question and question in shared and answer in turn else ""
 
 
 def _marked_spans(

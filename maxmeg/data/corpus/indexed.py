@@ -202,8 +202,8 @@ class IndexedDataset:
                 f"bytes [{begin}, {end}): sequences {first} to {last}, documents "
                 f"{self.document_of(first)} to {self.document_of(last)}"
             )
-        more = len(damaged) - len(lines)
-        lines += [f"and {more} more blocks"] if more else []
+        num_others = len(damaged) - len(lines)
+        lines += [f"and {num_others} more blocks"] if num_others else []
         raise ValueError(
             f"{self.prefix}.bin differs from {self.prefix}{checksum.SUFFIX} in {len(damaged)} "
             "blocks; " + "; ".join(lines) + f": it is damaged; {_REMEDY}"

@@ -185,22 +185,22 @@ class RemoteTokens:
 
     def expect(self, starts: np.ndarray, lengths: np.ndarray, now: bool = False) -> None:
         """Announce that tokens [start, start + length) will be read soon, or with `now` at once."""
-        wanted: set[int] = set()
+        numbers: set[int] = set()
         begins, ends = (starts * self.dtype.itemsize, (starts + lengths) * self.dtype.itemsize)
         for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
-            wanted.update(range(begin // self._chunk, -(-end // self._chunk)))
+            numbers.update(range(begin // self._chunk, -(-end // self._chunk)))
         when = _NOW if now else _LATER
-        limit, size = self._corpus.room.limit, len(wanted) * self._chunk
+        limit, size = self._corpus.room.limit, len(numbers) * self._chunk
         if when == _LATER and size > _SHARE * limit:
             return  # chunks would be removed before they are read
         if when == _NOW and size > limit and not self._warned:
             self._warned = True
             logger.warning(
-                f"{len(wanted)} chunks of {self._path} are read together, {size / 1e9:.3g} GB, "
+                f"{len(numbers)} chunks of {self._path} are read together, {size / 1e9:.3g} GB, "
                 f"more than data.cache_gb={limit / 1e9:g} allows: they are fetched repeatedly; "
                 "raise data.cache_gb, or lower data.chunk_kb"
             )
-        for number in sorted(wanted):
+        for number in sorted(numbers):
             if not self._file(number).exists():
                 self._come(number, when)
 
@@ -271,10 +271,10 @@ def _requests() -> "queue.PriorityQueue[tuple[int, int, Callable[[], None]]]":
 
 def _keep(room: Room, path: Path, data: bytes) -> None:
     """Write a chunk into the cache, after removing old chunks where space is needed."""
-    with _locked(room.folder) as used:
-        if used.value + len(data) > room.limit:
-            used.value = _evict(room, len(data))
-        used.value += len(data)
+    with _locked(room.folder) as usage:
+        if usage.value + len(data) > room.limit:
+            usage.value = _evict(room, len(data))
+        usage.value += len(data)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
         temporary.write_bytes(data)
@@ -301,21 +301,21 @@ def _locked(folder: str):
         with contextlib.suppress(OSError):  # some network file systems have no locks
             fcntl.flock(file, fcntl.LOCK_EX)
         digits = os.pread(file, _DIGITS, 0)
-        used = _Used(int(digits) if digits else sum(size for _, size, _ in _kept(folder)))
-        yield used
+        usage = _Used(int(digits) if digits else sum(size for _, size, _ in _files(folder)))
+        yield usage
         # Always _DIGITS bytes, so a write is never partial.
-        os.pwrite(file, b"%0*d" % (_DIGITS, used.value), 0)
+        os.pwrite(file, b"%0*d" % (_DIGITS, usage.value), 0)
     finally:
         os.close(file)
 
 
-def _evict(room: Room, wanted: int) -> int:
-    """Remove old chunks until `wanted` bytes are free, and some more; returns the bytes that
+def _evict(room: Room, num_bytes: int) -> int:
+    """Remove old chunks until `num_bytes` bytes are free, and some more; returns the bytes that
     remain."""
-    kept = sorted(_kept(room.folder))
-    total = sum(size for _, size, _ in kept)
-    for read, size, path in kept:
-        if total <= _FILLED * room.limit - wanted:
+    chunks = sorted(_files(room.folder))
+    total = sum(size for _, size, _ in chunks)
+    for read, size, path in chunks:
+        if total <= _FILLED * room.limit - num_bytes:
             break
         if path.suffix != ".tmp" or read < time.time() - _STALE:
             path.unlink(missing_ok=True)
@@ -323,7 +323,7 @@ def _evict(room: Room, wanted: int) -> int:
     return total
 
 
-def _kept(folder: str) -> Iterator[tuple[float, int, Path]]:
+def _files(folder: str) -> Iterator[tuple[float, int, Path]]:
     """For each chunk in the cache: the time of its last read, its size in bytes, and its path."""
     for path in Path(folder).glob("*/chunks-*/*"):
         with contextlib.suppress(FileNotFoundError):

@@ -41,12 +41,12 @@ def vocabulary_of(prefix: str) -> str:
 def common_vocabulary(prefixes: Sequence[str]) -> str:
     """Return the tokenizer identity that these corpora share; empty if one has no such file.
     ValueError if they were written by different tokenizers."""
-    found = {prefix: vocabulary_of(prefix) for prefix in prefixes}
-    known = {identity: prefix for prefix, identity in found.items() if identity}
-    if len(known) > 1:
-        shown = ", ".join(f"{prefix} by {identity}" for identity, prefix in known.items())
-        raise ValueError(f"corpora of different tokenizers: {shown}; prepare all with one")
-    return next(iter(known)) if all(found.values()) and known else ""
+    identities = {prefix: vocabulary_of(prefix) for prefix in prefixes}
+    prefix_of = {identity: prefix for prefix, identity in identities.items() if identity}
+    if len(prefix_of) > 1:
+        details = ", ".join(f"{prefix} by {identity}" for identity, prefix in prefix_of.items())
+        raise ValueError(f"corpora of different tokenizers: {details}; prepare all with one")
+    return next(iter(prefix_of)) if all(identities.values()) and prefix_of else ""
 
 
 def _exists(path: str) -> bool:
@@ -74,8 +74,8 @@ def check_vocabularies(names: Sequence[str], tokenizer: Tokenizer, warns: bool) 
         if not identity:
             unknown.append(prefix)
     if unknown and warns:
-        more = f" and {len(unknown) - SHOWN} others" if len(unknown) > SHOWN else ""
+        tail = f" and {len(unknown) - SHOWN} others" if len(unknown) > SHOWN else ""
         log.warning(
-            f"{', '.join(unknown[:SHOWN])}{more}: no {SUFFIX} file says which tokenizer wrote it; "
+            f"{', '.join(unknown[:SHOWN])}{tail}: no {SUFFIX} file says which tokenizer wrote it; "
             f"make sure that it was data.tokenizer={tokenizer.spec}"
         )

@@ -155,8 +155,8 @@ def _sample(
     else:
         text = tokenizer.decode(ids.tolist())
     # Control characters in a corpus must not reach the terminal.
-    shown = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
-    return f"document {document}, {len(ids)} of its {size:,} tokens:\n{shown}"
+    excerpt = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+    return f"document {document}, {len(ids)} of its {size:,} tokens:\n{excerpt}"
 
 
 def inspection_text(inspection: Inspection) -> str:
@@ -168,8 +168,8 @@ def inspection_text(inspection: Inspection) -> str:
         f"checksums: {inspection.checksums}",
     ]
     if inspection.modes is not None:
-        shown = ", ".join(f"{count:,} of mode {mode}" for mode, count in inspection.modes.items())
-        lines.append(f"multimodal: {shown}")
+        counts = ", ".join(f"{count:,} of mode {mode}" for mode, count in inspection.modes.items())
+        lines.append(f"multimodal: {counts}")
     lines += ["", *_lengths_lines("document", inspection.documents)]
     if inspection.sequences != inspection.documents:
         lines += ["", *_lengths_lines("sequence", inspection.sequences)]

@@ -121,8 +121,8 @@ def table_rows(config: DataConfig, path: str) -> Iterator[tuple[str, dict[str, s
     header = list(layout.header) or next(lines, (0, []))[1]
     if twice := [name for name, count in collections.Counter(header).items() if count > 1]:
         raise ValueError(f"{path}: the header line names {', '.join(twice)} twice")
-    wanted = config.columns or layout.columns
-    if missing := [name for name in wanted if name not in header]:
+    columns = config.columns or layout.columns
+    if missing := [name for name in columns if name not in header]:
         raise ValueError(
             f"{path} has no column {', '.join(missing)}, its header line has {', '.join(header)}: "
             "name the columns of the texts and the label with data.columns; a set without labels "
@@ -237,27 +237,27 @@ def tagged(config: DataConfig, place: str, row: Mapping[str, Any]) -> Words:
 def chosen(config: DataConfig, place: str, row: Mapping[str, Any]) -> Example:
     """A question, its choices and the right one: its number from 0, or a letter from A."""
     context, question, choices, label = config.columns or CHOICES
-    asked = " ".join(part for part in (field(row, question, str, ""),) if part)
+    question_text = " ".join(part for part in (field(row, question, str, ""),) if part)
     options, answer = field(row, choices, list), field(row, label, (str, int))
     if not all(isinstance(option, str) and option.strip() for option in options):
         raise BadRow(f"{choices} must be texts that are not empty")
     letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[: len(options)]
-    known = {**{str(i): i for i in range(len(options))}, **{c: i for i, c in enumerate(letters)}}
-    if len(options) < 2 or str(answer) not in known:
+    indices = {**{str(i): i for i in range(len(options))}, **{c: i for i, c in enumerate(letters)}}
+    if len(options) < 2 or str(answer) not in indices:
         raise BadRow(
             f"{label}={answer!r} is none of its {len(options)} {choices}, from 0 or from A"
         )
     passage = field(row, context, str, "")
-    whole = [f"{asked} {option}".strip() for option in options]
+    whole = [f"{question_text} {option}".strip() for option in options]
     texts = tuple((text, passage) for text in whole)
-    return Example(place, texts, known[str(answer)])
+    return Example(place, texts, indices[str(answer)])
 
 
 def retrieved(config: DataConfig, place: str, row: Mapping[str, Any]) -> Example:
     """A query, its text and hard negatives, each as ("" or its title, text). A text is a string or
     an object; of several texts that answer the query, as in DPR's files, the first is taken."""
     query, text, negatives = config.columns or PAIR
-    asked = field(row, query, str)
+    query_text = field(row, query, str)
     answer = field(row, text, (str, dict, list))
     others = field(row, negatives, list, [])
     if isinstance(answer, list):
@@ -265,9 +265,9 @@ def retrieved(config: DataConfig, place: str, row: Mapping[str, Any]) -> Example
             raise BadRow(f"{text} is empty")
         answer = answer[0]
     texts = [titled(answer, text), *(titled(other, negatives) for other in others)]
-    if not asked.strip():
+    if not query_text.strip():
         raise BadRow(f"{query} is empty")
-    return Example(place, (("", asked), *texts), 0)
+    return Example(place, (("", query_text), *texts), 0)
 
 
 def titled(value: Any, name: str) -> tuple[str, str]:
@@ -283,9 +283,9 @@ def field(row: Mapping[str, Any], name: str, kind: Any, default: Any = None) -> 
     """The value of a column; BadRow where it is missing or of another type."""
     value = row.get(name, default)
     if not isinstance(value, kind) or isinstance(value, bool):
-        wanted = "/".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
-        found = f"{value!r:.80}" if name in row else f"missing; it has {', '.join(row)}"
-        raise BadRow(f"{name} must be a {wanted}, and is {found} (data.columns names the columns)")
+        kinds = "/".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
+        content = f"{value!r:.80}" if name in row else f"missing; it has {', '.join(row)}"
+        raise BadRow(f"{name} must be a {kinds}, and is {content} (data.columns names the columns)")
     if isinstance(value, str):
         try:
             check_unicode(value, name)

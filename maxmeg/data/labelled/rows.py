@@ -102,18 +102,18 @@ class Encoder:
         firsts = np.searchsorted(ends, begins, side="right")
         labels[firsts[firsts < len(ids)]] = np.array(words.labels)[firsts < len(ids)]
         whole, _, excess = self.pair(ids, ids[:0], self.length)
-        at, kept = len(self.opening), len(ids) - excess
+        at, length = len(self.opening), len(ids) - excess
         placed = np.full(len(whole), ABSENT, np.int32)
-        placed[at : at + kept] = labels[:kept]
+        placed[at : at + length] = labels[:length]
         return [(whole, len(whole), placed)], excess
 
     def encoded(self, example: Example | Words) -> list[Text]:
         """The texts of an example; none if it is too long, and not to be cut."""
         encode: Callable = self.words if isinstance(example, Words) else self.example
         texts, cut = encode(example)
-        kept = (self.cut or not cut) and any((labels >= 0).any() for *_, labels in texts)
-        self.counts["whole" if not cut else "truncated" if kept else "dropped"] += 1
-        return texts if kept else []
+        is_usable = (self.cut or not cut) and any((labels >= 0).any() for *_, labels in texts)
+        self.counts["whole" if not cut else "truncated" if is_usable else "dropped"] += 1
+        return texts if is_usable else []
 
 
 def encode_all(
@@ -128,19 +128,19 @@ def encode_all(
     texts: list[Text] = []
     firsts = [0]
     for example in examples:
-        found = encoder.encoded(example)
-        if not (found or may_drop):
+        example_texts = encoder.encoded(example)
+        if not (example_texts or may_drop):
             raise ValueError(
                 f"{example.place}: the example is longer than data.sequence_length="
                 f"{config.sequence_length}: raise it, or set data.too_long=truncate"
             )
-        texts += found
-        firsts += [len(texts)] * bool(found)
-    said = ", ".join(f"{encoder.counts[name]:,} {name}" for name in USES)
+        texts += example_texts
+        firsts += [len(texts)] * bool(example_texts)
+    summary = ", ".join(f"{encoder.counts[name]:,} {name}" for name in USES)
     if not texts:
         raise ValueError(
-            f"no example fits data.sequence_length={config.sequence_length} ({said}): raise it, or "
-            "set data.too_long=truncate"
+            f"no example fits data.sequence_length={config.sequence_length} ({summary}): raise it, "
+            "or set data.too_long=truncate"
         )
     lengths = np.array([len(ids) for ids, *_ in texts], np.int64)
     rows = Rows(
@@ -150,4 +150,4 @@ def encode_all(
         np.array([before for _, before, _ in texts], np.int64),
         np.array(firsts, np.int64),
     )
-    return rows, said
+    return rows, summary

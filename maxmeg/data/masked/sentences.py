@@ -150,9 +150,9 @@ class SentenceSamples:
         if int(self.bounds[-1] - self.bounds[0]) < _SMALL:
             folder = ""
         if folder:
-            used = self.lengths[self.bounds[0] : self.bounds[-1]]
+            lengths = self.lengths[self.bounds[0] : self.bounds[-1]]
             parts = (self.longest, self.fewest, ratio, order.seed, order.num_samples)
-            name = digest(1, *parts, self.bounds, used)
+            name = digest(1, *parts, self.bounds, lengths)
         return cached(folder, f"sentences-{name}", ("rows",), lambda: self._make(order))["rows"]
 
     def _make(self, order: SentenceOrder) -> Arrays:

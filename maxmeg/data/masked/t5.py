@@ -83,15 +83,15 @@ class T5Dataset(SentenceDataset):
         return np.concatenate([*encoder, text[at:]]), np.concatenate(decoder)
 
     def _check_room(self, n: int, spans: list[list[int]]) -> None:
-        have, needed = len(self._vocabulary.sentinels), 1 + sum(1 + len(span) for span in spans)
+        have, num_tokens = len(self._vocabulary.sentinels), 1 + sum(1 + len(span) for span in spans)
         if len(spans) > have:
             raise ValueError(
                 f"sample {n} has {len(spans)} spans, but the tokenizer {have} sentinels: mask less "
                 "(probability), longer spans (max_ngram), or add sentinels"
             )
-        if needed > self.sequence_length:
+        if num_tokens > self.sequence_length:
             raise ValueError(
-                f"sample {n} needs {needed} tokens of the decoder, which has "
+                f"sample {n} needs {num_tokens} tokens of the decoder, which has "
                 f"{self.sequence_length} (data.sequence_length): make it longer, or mask less "
                 "(probability)"
             )

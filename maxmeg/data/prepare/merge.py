@@ -83,10 +83,10 @@ def merge(
             dataset.verify()
             report.verified += 1
     if len(kinds) > 1:
-        shown = ", ".join(
+        details = ", ".join(
             f"{prefix} {dtype}{' with modes' * modes}" for (dtype, modes), prefix in kinds.items()
         )
-        raise ValueError(f"datasets of different kinds: {shown}; prepare all with one tokenizer")
+        raise ValueError(f"datasets of different kinds: {details}; prepare all with one tokenizer")
     if not tokens:
         raise ValueError(f"{', '.join(prefixes[:8])} hold no tokens: nothing is written")
     ((dtype, multimodal),) = kinds

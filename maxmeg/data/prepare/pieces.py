@@ -135,12 +135,12 @@ def _chunks_of(piece: Piece, keys: Sequence[str]) -> Iterator[Chunk]:
             yield Chunk(ROWS, paths, data, first + 1, stored=stored)
             first += rows
     elif file.kind == ARROW:
-        first, seen = 1, 0
+        first, offset = 1, 0
         for data, rows, stored in tables.arrow_batches(file.path, keys, CHUNK_BYTES):
-            yield Chunk(ROWS, paths, data, first, stored=stored - seen)
-            first, seen = first + rows, stored
+            yield Chunk(ROWS, paths, data, first, stored=stored - offset)
+            first, offset = first + rows, stored
     else:
-        progress, first, seen = Progress(), 1, 0
+        progress, first, offset = Progress(), 1, 0
         blocks = documents.read_blocks(file.path, progress)
         if file.kind == TEXT:
             yield Chunk(TEXT, paths, b"".join(blocks))
@@ -149,5 +149,5 @@ def _chunks_of(piece: Piece, keys: Sequence[str]) -> Iterator[Chunk]:
             elements = arrays.elements(blocks, file.path)
             blocks = arrays.joined(elements, CHUNK_BYTES)
         for data in documents.whole_lines(blocks):
-            yield Chunk(file.kind, paths, data, first, stored=progress.stored - seen)
-            first, seen = first + data.count(b"\n"), progress.stored
+            yield Chunk(file.kind, paths, data, first, stored=progress.stored - offset)
+            first, offset = first + data.count(b"\n"), progress.stored

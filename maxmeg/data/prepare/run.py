@@ -307,11 +307,11 @@ def _check_settings(folder: Path, settings: dict) -> None:
         raise ValueError(f"{path} is damaged ({error}): delete {folder}") from error
     changed = [name for name in settings if saved.get(name) != settings[name]]
     if changed:
-        shown = [f"{name}: {saved.get(name)} there, {settings[name]} now" for name in changed]
-        shown = [text if len(text) < 200 else text.split(":")[0] for text in shown]
+        changes = [f"{name}: {saved.get(name)} there, {settings[name]} now" for name in changed]
+        changes = [text if len(text) < 200 else text.split(":")[0] for text in changes]
         raise ValueError(
-            f"{folder} holds parts of an interrupted run with other settings ({'; '.join(shown)}): "
-            "continue with those settings, or delete the folder"
+            f"{folder} holds parts of an interrupted run with other settings "
+            f"({'; '.join(changes)}): continue with those settings, or delete the folder"
         )
 
 

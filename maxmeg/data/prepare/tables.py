@@ -33,17 +33,17 @@ def files_of(folder: str) -> list[str]:
         raise ValueError(_several(folder, sorted(shards), "{}/{}-*.parquet"))
     others = sorted(path.name for form in ("*.jsonl*", "*.arrow") for path in place.glob(form))
     if not files or others:
-        found = f"with Parquet files and {others[0]}" if files else "without Parquet files"
+        content = f"with Parquet files and {others[0]}" if files else "without Parquet files"
         raise ValueError(
-            f"input {folder} is a folder {found}, and no saved dataset: name its files, such as "
+            f"input {folder} is a folder {content}, and no saved dataset: name its files, such as "
             f"{folder}/*.jsonl"
         )
     return files
 
 
 def _several(folder: str, names: Sequence[Any], form: str) -> str:
-    shown = ", ".join(form.format(folder, name) for name in names)
-    return f"input {folder} holds {len(names)} splits: name one of them, {shown}"
+    inputs = ", ".join(form.format(folder, name) for name in names)
+    return f"input {folder} holds {len(names)} splits: name one of them, {inputs}"
 
 
 def _field(path: Path, name: str) -> list:
@@ -94,12 +94,12 @@ def read_rows(path: str, size: int) -> Iterator[tuple[dict[str, Any], int]]:
     because a column has them in every row."""
     with storage.open_input(path) as file:
         if path.lower().endswith(".arrow"):
-            found = _arrow_batches(path, file, size)
+            batches = _arrow_batches(path, file, size)
         else:
             opened = _open(path, file)
             groups = range(opened.metadata.num_row_groups)
-            found = _parquet_batches(path, opened, groups, None, size)
-        for batch in found:
+            batches = _parquet_batches(path, opened, groups, None, size)
+        for batch in batches:
             columns = [_values(column) for column in batch.columns]
             for row in zip(*columns, strict=True):
                 fields = _without_nulls(dict(zip(batch.schema.names, row, strict=True)))
@@ -150,10 +150,10 @@ def _stream(batch: Any) -> bytes:
 
 def without_key(key: str, names: Iterable[str]) -> str:
     """The error for a row that has these fields, and not the key."""
-    shown = ", ".join([*names][:8]) or "no fields"
+    fields = ", ".join([*names][:8]) or "no fields"
     form = form_of(dict.fromkeys(names, ""))
     hint = f"; these are chats ({form}), which data.objective=sft reads as they are" * bool(form)
-    return f"no {key!r} among {shown}: see --json_keys{hint}"
+    return f"no {key!r} among {fields}: see --json_keys{hint}"
 
 
 def _check_keys(path: str, keys: Sequence[str], names: Sequence[str]) -> None:

@@ -84,8 +84,8 @@ class Blocks:
         def shuffled(count: int) -> np.ndarray:
             return shuffled_rows(count, order.seed + 1)
 
-        used = self.lengths[int(self.bounds[0]) : int(self.bounds[-1])]
-        name = digest(1, order.seed, order.num_samples, self.first, self.bounds, self.rooms, used)
+        sizes = self.lengths[int(self.bounds[0]) : int(self.bounds[-1])]
+        name = digest(1, order.seed, order.num_samples, self.first, self.bounds, self.rooms, sizes)
         return cached(order.cache_dir, f"blocks-{name}", ("rows",), make)["rows"]
 
 
@@ -120,8 +120,8 @@ class IctDataset(SentenceDataset):
         def blocks(sizes: np.ndarray, bounds: np.ndarray) -> Blocks:
             first, end = split_range(*part, corpus.num_documents)
             of_titles = 0 if titles is None else titles.lengths[first:end]
-            taken = np.minimum(of_titles, title_room(lengths.text))
-            rooms = lengths.text - 3 - np.broadcast_to(taken, end - first)
+            title_lengths = np.minimum(of_titles, title_room(lengths.text))
+            rooms = lengths.text - 3 - np.broadcast_to(title_lengths, end - first)
             return Blocks(sizes, bounds, rooms, first)
 
         super().__init__(corpus, split, split_index, blocks, order)
@@ -129,8 +129,8 @@ class IctDataset(SentenceDataset):
     @property
     def description(self) -> Record:
         titles = [] if self.titles is None else identify([self.titles], [(0, len(self.titles))])
-        more = {"order": "blocks", "text_length": self._lengths.text, "titles": titles}
-        return {**super().description, **more}
+        fields = {"order": "blocks", "text_length": self._lengths.text, "titles": titles}
+        return {**super().description, **fields}
 
     def batch(self, indices: np.ndarray) -> Batch:
         """The samples with these numbers, any >= 0, as from `empty_rows`."""

@@ -54,8 +54,8 @@ class TextEncoder:
         opening = [self.first]
         if title is not None:
             opening += [*title[: title_room(room)].tolist(), self.separator]
-        kept = tokens[: room - len(opening) - 1]
-        return np.concatenate([opening, kept, [self.separator]]).astype(np.int32)
+        text = tokens[: room - len(opening) - 1]
+        return np.concatenate([opening, text, [self.separator]]).astype(np.int32)
 
     def check(self, tokens: np.ndarray, path: str) -> None:
         """ValueError for ids outside the vocabulary; path: of their file."""

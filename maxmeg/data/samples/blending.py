@@ -116,8 +116,8 @@ def normalized(weights: Sequence[float]) -> list[float]:
 
 def member_sizes(shares: Sequence[float], size: int, surplus: float) -> tuple[list[int], int]:
     """Samples to make of every member, and of the blend, for a blend of `size` samples."""
-    wanted = [math.ceil(size * share) for share in shares]
-    return [math.ceil(count * (1 + surplus)) for count in wanted], sum(wanted)
+    counts = [math.ceil(size * share) for share in shares]
+    return [math.ceil(count * (1 + surplus)) for count in counts], sum(counts)
 
 
 def blending_index(shares: Sequence[float], size: int) -> np.ndarray:
@@ -284,13 +284,13 @@ class Blend(RecordedDataset, RebuiltInWorkers):
         self.sequence_length = self.members[0].sequence_length
         self.turns: list[Turns] = []
         self._starts = np.array([phase.start for phase in phases])
-        taken = [np.zeros(len(self.members), np.int64)]
+        num_taken = [np.zeros(len(self.members), np.int64)]
         for phase, end in zip(phases, [*self._starts[1:].tolist(), size], strict=True):
             turns = Turns(phase.weights, None if end is None else end - phase.start, cache_dir)
             self.turns.append(turns)
-            taken.append(taken[-1].copy())
-            taken[-1][list(phase.members)] += turns.before(len(turns.members))
-        self._taken = taken  # samples of each member before each phase, and in all
+            num_taken.append(num_taken[-1].copy())
+            num_taken[-1][list(phase.members)] += turns.before(len(turns.members))
+        self._num_taken = num_taken  # samples of each member before each phase, and in all
         self.num_samples = phases[-1].start + len(self.turns[-1].members)
 
     @property
@@ -309,13 +309,13 @@ class Blend(RecordedDataset, RebuiltInWorkers):
     def samples_before(self, number: int) -> list[int]:
         """How many of the first `number` samples are from each member."""
         rounds, rest = divmod(number, self.num_samples)
-        taken = rounds * self._taken[-1]
+        num_taken = rounds * self._num_taken[-1]
         if rest:
             at = int(np.searchsorted(self._starts, rest, side="right")) - 1
-            taken = taken + self._taken[at]
+            num_taken = num_taken + self._num_taken[at]
             phase = self.phases[at]
-            taken[list(phase.members)] += self.turns[at].before(rest - phase.start)
-        return taken.tolist()
+            num_taken[list(phase.members)] += self.turns[at].before(rest - phase.start)
+        return num_taken.tolist()
 
     def record(self, consumed: int) -> list[Record]:
         counts = zip(self.members, self.samples_before(consumed), strict=True)
@@ -326,7 +326,7 @@ class Blend(RecordedDataset, RebuiltInWorkers):
         return compare_members(saved, [(m, n) for m, n in counts if isinstance(m, GptDataset)])
 
     def uses(self, samples: float) -> list[Use]:
-        shares = [taken / self.num_samples for taken in self.samples_of_members()]
+        shares = [count / self.num_samples for count in self.samples_of_members()]
         counts = zip(self.members, shares, strict=True)
         return [
             use
@@ -344,7 +344,7 @@ class Blend(RecordedDataset, RebuiltInWorkers):
             rows = np.flatnonzero(at == phase)
             parts, local = self.turns[phase].locate(indices[rows] - self._starts[phase])
             members[rows] = np.array(self.phases[phase].members)[parts]
-            numbers[rows] = local + self._taken[phase][members[rows]]
+            numbers[rows] = local + self._num_taken[phase][members[rows]]
         return members, numbers
 
     @property

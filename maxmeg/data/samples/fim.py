@@ -43,13 +43,13 @@ class Fim:
 
     def __call__(self, text: np.ndarray, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(rows, number of tokens before the padding of each) for samples with these numbers."""
-        permuted, used = np.full_like(text, self.rules.sentinels["pad"]), []
+        permuted, lengths = np.full_like(text, self.rules.sentinels["pad"]), []
         for row, (tokens, sample) in enumerate(zip(text, samples.tolist(), strict=True)):
             stream = np.random.RandomState([self.seed & 0xFFFFFFFF, sample >> 32, sample % 2**32])
             new = self.transform(tokens, stream)[: len(tokens)]
             permuted[row, : len(new)] = new
-            used.append(len(new))
-        return permuted, np.array(used)
+            lengths.append(len(new))
+        return permuted, np.array(lengths)
 
     def transform(self, tokens: np.ndarray, stream: np.random.RandomState) -> np.ndarray:
         """Permute one sample, before it is cut or padded; draws random numbers as Megatron-LM

@@ -129,15 +129,15 @@ class GptDataset(RecordedDataset, RebuiltInWorkers):
         tokens, targets and positions are int32, loss_mask float32; segment_ids int32 is included if
         reset_attention_mask is set. ValueError for an id beyond the vocabulary.
         """
-        indices, used = np.asarray(indices), None
+        indices, lengths = np.asarray(indices), None
         text = self._read(indices)
         if self.rules.fim is not None:
-            text, used = self.rules.fim(text, indices)
+            text, lengths = self.rules.fim(text, indices)
         tokens = np.ascontiguousarray(text[:, :-1])
         batch = {"tokens": tokens, "targets": np.ascontiguousarray(text[:, 1:])}
         loss_mask = np.ones(tokens.shape, np.float32)
-        if used is not None:  # padding is not a target
-            loss_mask[np.arange(self.sequence_length) >= used[:, None] - 1] = 0
+        if lengths is not None:  # padding is not a target
+            loss_mask[np.arange(self.sequence_length) >= lengths[:, None] - 1] = 0
         positions = np.arange(self.sequence_length, dtype=np.int32)
         batch["positions"] = np.tile(positions, (len(tokens), 1))
         batch["loss_mask"] = loss_mask

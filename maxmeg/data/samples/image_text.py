@@ -151,8 +151,8 @@ class ImageTextDataset(EpochRows, RebuiltInWorkers):
         check_vocabulary(text, tokens.vocab_size, where)
         # Of several end-of-document tokens at the end, all but the first are padding.
         ends = np.flatnonzero(text[::-1] != tokens.eod)
-        used = len(text) - (int(ends[0]) if len(ends) else len(text))
-        text = text[: used + 1]
+        length = len(text) - (int(ends[0]) if len(ends) else len(text))
+        text = text[: length + 1]
         (places,) = np.nonzero(text == tokens.placeholder)
         if len(places) > 1:
             raise ValueError(

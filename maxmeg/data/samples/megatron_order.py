@@ -54,8 +54,8 @@ def plan_epochs(num_tokens: int, sequence_length: int, requested: int | None) ->
     """Megatron-LM's rule; num_tokens: tokens per epoch, at least 1."""
     if requested is None:
         requested = max(0, num_tokens - 1) // sequence_length
-    needed = requested * sequence_length + 1
-    num_epochs = max(1, -(-needed // num_tokens))
+    num_needed = requested * sequence_length + 1
+    num_epochs = max(1, -(-num_needed // num_tokens))
     total = (num_epochs * num_tokens - 1) // sequence_length
     if num_epochs == 1:
         return Plan(1, total, total)
@@ -184,18 +184,18 @@ def continued(
     parts: Sequence[tuple[int, int | None]],
     size: tuple[int, int],
     consumed: int,
-    asked: int | None,
+    num_requested: int | None,
 ) -> tuple[tuple[int, int | None], ...]:
-    """`MegatronOrder.parts` of a run that has read `consumed` samples and now needs `asked` in all.
+    """`MegatronOrder.parts` of a run that read `consumed` samples and needs `num_requested` in all.
 
     parts: the parts that the run has begun, which do not change. If they hold too few samples,
     another part follows at the end of the last complete pass. size: (tokens per epoch, sequence
     length).
     """
-    kept = list(parts)
-    start, count = kept[-1]
+    all_parts = list(parts)
+    start, count = all_parts[-1]
     num_samples = plan_epochs(*size, count).num_samples
     end = start + num_samples * max(1, -(-(consumed - start) // num_samples))
-    if asked is not None and asked > end:
-        kept.append((end, asked - end))
-    return tuple(kept)
+    if num_requested is not None and num_requested > end:
+        all_parts.append((end, num_requested - end))
+    return tuple(all_parts)

@@ -103,11 +103,11 @@ def check_description(folder: Path, database: Chunks, tokenizer: Tokenizer) -> D
     """Read a description. ValueError if it is of other chunks or another tokenizer."""
     description = read_description(folder)
     expected = {"chunk_length": database.length, "database": database.identity}
-    for name, wanted in (expected | {"tokenizer": tokenizer.identity}).items():
-        if (found := getattr(description, name)) != wanted:
+    for name, expected_value in (expected | {"tokenizer": tokenizer.identity}).items():
+        if (value := getattr(description, name)) != expected_value:
             raise ValueError(
-                f"the neighbours in {folder} were found with another {name}: {found}, and here it "
-                f"is {wanted}: run `maxmeg neighbours` again, name another folder with "
+                f"the neighbours in {folder} were found with another {name}: {value}, and here it "
+                f"is {expected_value}: run `maxmeg neighbours` again, name another folder with "
                 "data.neighbours, or go back to what they were found with"
             )
     return description
@@ -117,9 +117,9 @@ def open_table(folder: Path, chunks: Chunks, split: str, count: int) -> np.ndarr
     """The numbers [chunks, at least `count`] of the neighbours of a split's chunks. ValueError if
     they are of another corpus, or fewer."""
     description, path = read_description(folder), folder / f"{split}.npy"
-    if (found := description.splits.get(split)) != chunks.identity:
+    if (identity := description.splits.get(split)) != chunks.identity:
         raise ValueError(
-            f"{path} is of a corpus or a split with the hash {found}, and that of {split} in "
+            f"{path} is of a corpus or a split with the hash {identity}, and that of {split} in "
             f"{chunks.corpus.prefix} is {chunks.identity}: run `maxmeg neighbours` again, or name "
             "another folder with data.neighbours"
         )
@@ -165,7 +165,7 @@ class RetroDataset(EpochRows, RebuiltInWorkers):
         self.chunks = split_chunks(corpus, split, split_index, length)
         self.database = split_chunks(corpus, split, 0, length)
         folder, name = folder_of(config), SPLITS[split_index]
-        self.found = check_description(folder, self.database, tokenizer)
+        self.neighbours = check_description(folder, self.database, tokenizer)
         self.table = open_table(folder, self.chunks, name, self.num_neighbours)
         self.read_neighbours = config.read_neighbours
         self.neighbour_length = config.neighbour_length
@@ -187,7 +187,10 @@ class RetroDataset(EpochRows, RebuiltInWorkers):
             "corpora": [self.chunks.identity],
             "sequence_length": self.sequence_length,
             "seed": self._seed,
-            "neighbours": [*dataclasses.astuple(self.found)[:-1], self.read_neighbours.value],
+            "neighbours": [
+                *dataclasses.astuple(self.neighbours)[:-1],
+                self.read_neighbours.value,
+            ],
         }
 
     def batch(self, indices: np.ndarray) -> Batch:
@@ -229,8 +232,8 @@ class RetroDataset(EpochRows, RebuiltInWorkers):
         """(ids [N * neighbours, length], sizes) of the neighbours of chunks."""
         if self.read_neighbours is Neighbours.shuffled:
             numbers = self._other(numbers)
-        found = np.asarray(self.table[numbers, : self.num_neighbours]).ravel()
-        ids, sizes = self.database.read(found, self.neighbour_length)
+        chunks = np.asarray(self.table[numbers, : self.num_neighbours]).ravel()
+        ids, sizes = self.database.read(chunks, self.neighbour_length)
         return ids, sizes * (self.read_neighbours is not Neighbours.none)
 
 

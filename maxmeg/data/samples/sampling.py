@@ -132,17 +132,17 @@ class EpochOrder:
         """The rows of the samples with these numbers, any >= 0."""
         epochs, rows = np.divmod(check_indices(indices), self.size)
         for epoch in np.unique(epochs):
-            mine = epochs == epoch
-            rows[mine] = self.within_epoch(int(epoch), rows[mine])
+            in_epoch = epochs == epoch
+            rows[in_epoch] = self.within_epoch(int(epoch), rows[in_epoch])
         return rows
 
 
-def empty_batch(count: int, length: int, source_length: int = 0, *more: str) -> Batch:
+def empty_batch(count: int, length: int, source_length: int = 0, *extra_names: str) -> Batch:
     """`count` rows of padding. int32 [count, length]: tokens, targets, positions, segment_ids and
-    the arrays named in `more`; float32: loss_mask. With a source int32 [count, source_length]:
+    the arrays of `extra_names`; float32: loss_mask. With a source, int32 [count, source_length]:
     encoder_tokens, encoder_segment_ids."""
     source = ("encoder_tokens", "encoder_segment_ids") if source_length else ()
-    names = dict.fromkeys(("tokens", "targets", "positions", "segment_ids", *more), length)
+    names = dict.fromkeys(("tokens", "targets", "positions", "segment_ids", *extra_names), length)
     names |= dict.fromkeys(source, source_length)
     batch: Batch = {name: np.zeros((count, size), np.int32) for name, size in names.items()}
     return batch | {"loss_mask": np.zeros((count, length), np.float32)}

@@ -134,21 +134,21 @@ def _join(members: list[GptDataset], opening: Opening) -> Blend:
 
 
 def _log_repeats(blend: Blend) -> None:
-    for member, taken in zip(blend.members, blend.samples_of_members(), strict=True):
-        if isinstance(member, GptDataset) and taken > (have := member.num_samples):
+    for member, count in zip(blend.members, blend.samples_of_members(), strict=True):
+        if isinstance(member, GptDataset) and count > (have := member.num_samples):
             logger.info(
-                f"{member.corpora[0].prefix}: the blend takes {taken} samples: {have} in "
+                f"{member.corpora[0].prefix}: the blend takes {count} samples: {have} in "
                 "Megatron-LM's order, which then repeats"
             )
 
 
 def _check_supply(blend: Blend, members: list[GptDataset], surplus: float) -> None:
-    for member, taken in zip(members, blend.samples_of_members(), strict=True):
-        if taken > (have := member.num_samples):
+    for member, count in zip(members, blend.samples_of_members(), strict=True):
+        if count > (have := member.num_samples):
             raise ValueError(
-                f"the blend takes {taken} samples of {member.corpora[0].prefix}, but only "
+                f"the blend takes {count} samples of {member.corpora[0].prefix}, but only "
                 f"{have} exist with data.blend_surplus={surplus}: raise it, for example to "
-                f"{max(2 * surplus, math.ceil(100 * taken / have) / 100 - 1):g}"
+                f"{max(2 * surplus, math.ceil(100 * count / have) / 100 - 1):g}"
             )
 
 

@@ -43,9 +43,9 @@ class ExtendedTokenizer(Tokenizer):
         for role in ROLES[1:]:
             setattr(self, role, added[roles[role]] if role in roles else getattr(base, role))
         self.unk, self.opening = base.unk, base.opening
-        kept = {i for i in base.special_ids if i < first}
+        base_ids = {i for i in base.special_ids if i < first}
         named = (added[name] for name in names)
-        self.special_ids = frozenset({*kept, *self._new.values(), *named, self.eod})
+        self.special_ids = frozenset({*base_ids, *self._new.values(), *named, self.eod})
         self.identity = self._identity()
 
     def _identity(self) -> str:
@@ -65,8 +65,8 @@ class ExtendedTokenizer(Tokenizer):
         return self.base.decode_marked(ids, self._names)
 
     def token_bytes(self) -> dict[int, bytes] | None:
-        known = self.base.token_bytes()
-        return None if known is None else without(self.special_ids, known)
+        token_bytes = self.base.token_bytes()
+        return None if token_bytes is None else without(self.special_ids, token_bytes)
 
     def token_id(self, name: str) -> int | None:
         return self._new.get(name, self.base.token_id(name))

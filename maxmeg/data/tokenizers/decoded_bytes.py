@@ -66,8 +66,8 @@ def decoded_bytes(model: Any) -> dict[int, bytes] | None:
             tokens = {i: t if isinstance(t, bytes) else change(t) for i, t in tokens.items()}
         else:
             return None
-    known = {i: t if isinstance(t, bytes) else t.encode("utf-8") for i, t in tokens.items()}
-    return known | {i: text.encode("utf-8") for i, text in misread_tokens(model).items()}
+    token_bytes = {i: t if isinstance(t, bytes) else t.encode("utf-8") for i, t in tokens.items()}
+    return token_bytes | {i: text.encode("utf-8") for i, text in misread_tokens(model).items()}
 
 
 def piece_bytes(piece: str) -> bytes:

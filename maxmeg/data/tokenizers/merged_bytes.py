@@ -64,13 +64,13 @@ def merged_bytes(
     if not all(len(pair) == 2 for pair in pairs):
         return None
     merged = list(dict.fromkeys("".join(pair) for pair in pairs))
-    known = {*letters, *merged}
-    if not known <= ids.keys() or (whole_words and len(known) < len(ids)):
+    symbols = {*letters, *merged}
+    if not symbols <= ids.keys() or (whole_words and len(symbols) < len(ids)):
         return None
     order = [ids["".join(pair)] for pair in pairs]
     if any(b < a for a, b in itertools.pairwise(order)):
         return None
-    if len({ids[token] for token in known}) < len(known):
+    if len({ids[token] for token in symbols}) < len(symbols):
         return None
     model = tokenizers.Tokenizer(tokenizers.models.BPE(ids, list(pairs)))
     encoded = model.encode_batch_fast(merged, add_special_tokens=False)
@@ -79,7 +79,7 @@ def merged_bytes(
             return None
         if len(result) == 2 and max(result) < ids[token]:
             return None
-    ranks = {bytes(letters[c] for c in token): ids[token] for token in known}
+    ranks = {bytes(letters[c] for c in token): ids[token] for token in symbols}
     return tiktoken.Encoding(
         "merged", pat_str=PATTERNS[pattern], mergeable_ranks=ranks, special_tokens={}
     )
@@ -131,10 +131,10 @@ def of_tokenizer_json(data: bytes) -> Fast | None:
 
     settings = json.loads(data)
     model, pattern = settings["model"], _pattern(settings["pre_tokenizer"])
-    asked = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")
+    options = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")
     if model.get("type") != "BPE" or pattern is None or model.get("byte_fallback"):
         return None
-    if any(model.get(name) for name in asked):
+    if any(model.get(name) for name in options):
         return None
     merges = model["merges"]
     pairs = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in merges]

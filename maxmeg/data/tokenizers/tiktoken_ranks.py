@@ -84,40 +84,40 @@ class TiktokenTokenizer(Tokenizer):
             mergeable_ranks=ranks,
             special_tokens=self._special,
         )
-        self._known = frozenset(ranks.values()) | (self.special_ids if count else frozenset())
+        self._ids = frozenset(ranks.values()) | (self.special_ids if count else frozenset())
         # Without options, the identity is a hash of the file alone, as in older checkpoints.
-        more = [str((pattern, special, size)).encode()] if options or is_json else []
-        self.identity = identity_of("tiktoken", data, *more)
+        extra_bytes = [str((pattern, special, size)).encode()] if options or is_json else []
+        self.identity = identity_of("tiktoken", data, *extra_bytes)
 
     def encode(self, text: str) -> np.ndarray:
         return np.array(self._model.encode_ordinary(text), np.int32)
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self._model.decode([int(i) for i in ids if i in self._known])
+        return self._model.decode([int(i) for i in ids if i in self._ids])
 
     def token_bytes(self) -> dict[int, bytes]:
-        known = self._known - self.special_ids
-        return {i: self._model.decode_single_token_bytes(i) for i in known}
+        ids = self._ids - self.special_ids
+        return {i: self._model.decode_single_token_bytes(i) for i in ids}
 
     def token_id(self, name: str) -> int | None:
         return self._special.get(name)
 
 
-def special_names(count: int, wanted: list[str]) -> tuple[str, ...]:
-    """The names of the first `count` ids: Megatron-LM's seven, unless `wanted` names them all."""
-    named = [name for name in MEGATRON_SPECIAL if name in wanted]
+def special_names(count: int, tokens: list[str]) -> tuple[str, ...]:
+    """The names of the first `count` ids: Megatron-LM's seven, unless `tokens` names them all."""
+    named = [name for name in MEGATRON_SPECIAL if name in tokens]
     if named and len(named) < len(MEGATRON_SPECIAL):
-        missing = [name for name in MEGATRON_SPECIAL if name not in wanted]
+        missing = [name for name in MEGATRON_SPECIAL if name not in tokens]
         raise ValueError(
             f"tokenizer option special_tokens names {', '.join(named)} but not "
             f"{', '.join(missing)}: name all seven of Megatron-LM's, in your order, or none"
         )
-    names = wanted if named else [*MEGATRON_SPECIAL, *wanted]
+    names = tokens if named else [*MEGATRON_SPECIAL, *tokens]
     names = [*names, *(RESERVED.format(i) for i in range(len(names), count))]
     if len(names) > count or len(set(names)) < len(names):
         raise ValueError(
             f"tokenizer option num_special_tokens={count} must hold the {len(MEGATRON_SPECIAL)} of "
-            f"Megatron-LM and {len(set(wanted) - set(MEGATRON_SPECIAL))} other tokens, each once: "
+            f"Megatron-LM and {len(set(tokens) - set(MEGATRON_SPECIAL))} other tokens, each once: "
             "raise it, or name fewer"
         )
     return tuple(names)

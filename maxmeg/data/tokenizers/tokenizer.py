@@ -87,10 +87,10 @@ class Tokenizer(Protocol):
     def byte_lengths(self) -> np.ndarray | None:
         """Number of bytes of each id's text, int32 [vocab_size], 0 for special tokens; None as
         `token_bytes`."""
-        known = self.token_bytes()
-        if known is None:
+        token_bytes = self.token_bytes()
+        if token_bytes is None:
             return None
-        return np.array([len(known.get(i, b"")) for i in range(self.vocab_size)], np.int32)
+        return np.array([len(token_bytes.get(i, b"")) for i in range(self.vocab_size)], np.int32)
 
     def encode_marked(self, text: str, marks: Mapping[str, int]) -> np.ndarray:
         """Token ids of a text in which the names in `marks` stand for their ids; the longest
@@ -145,24 +145,24 @@ def special_name(tokenizer: Tokenizer, token: int) -> str:
 def missing_rows(tokenizer: Tokenizer, num_rows: int) -> tuple[str, ...]:
     """A note on the added tokens for which a model has no row; ValueError where other tokens have
     none."""
-    end, needed = tokenizer.eod, tokenizer.required_size
-    if needed > num_rows:
+    end, count = tokenizer.eod, tokenizer.required_size
+    if count > num_rows:
         name = repr(tokenizer.decode([end])) if end < tokenizer.model_size else "appended"
         remedy = "name its eos_token in tokenizer_config.json, or " * (end >= num_rows)
         raise ValueError(
-            f"tokenizer {tokenizer.spec} needs {needed} rows with the end of a document ({name}, "
+            f"tokenizer {tokenizer.spec} needs {count} rows with the end of a document ({name}, "
             f"id {end}), the model has {num_rows}: {remedy}choose the model's own tokenizer with "
             "--tokenizer"
         )
     names = [tokenizer.decode([i]) for i in range(num_rows, tokenizer.vocab_size)]
-    shown = ", ".join(names[:5]) + ", ..." * (len(names) > 5)
-    note = f"the model has no row for {len(names)} added tokens of the tokenizer ({shown}): "
+    examples = ", ".join(names[:5]) + ", ..." * (len(names) > 5)
+    note = f"the model has no row for {len(names)} added tokens of the tokenizer ({examples}): "
     return (f"{note}a text with one of them is an error",) * bool(names)
 
 
-def without(special: Collection[int], known: Mapping[int, bytes]) -> dict[int, bytes]:
+def without(special: Collection[int], token_bytes: Mapping[int, bytes]) -> dict[int, bytes]:
     """The bytes of ids that are not special."""
-    return {i: text for i, text in known.items() if i not in special}
+    return {i: text for i, text in token_bytes.items() if i not in special}
 
 
 def split_marks(text: str, marks: Collection[str]) -> Iterable[tuple[str, bool]]:

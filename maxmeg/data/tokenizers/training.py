@@ -150,8 +150,8 @@ def check_recipe(recipe: Recipe, output: str) -> str:
     }[recipe.model]
     if kind not in allowed:
         names = {"huggingface": "FOLDER/tokenizer.json", "sentencepiece": "FILE.model"}
-        wanted = " or ".join(names.get(k, "FOLDER/vocab.txt") for k in allowed)
-        raise ValueError(f"output {output}: {recipe.model} is written as {wanted}")
+        outputs = " or ".join(names.get(k, "FOLDER/vocab.txt") for k in allowed)
+        raise ValueError(f"output {output}: {recipe.model} is written as {outputs}")
     first = _first_tokens(recipe, kind)
     names = [*recipe.special_tokens, *recipe.user_symbols]
     twice = sorted({token for token in names if names.count(token) > 1 or not token})

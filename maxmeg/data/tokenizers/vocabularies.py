@@ -94,12 +94,12 @@ class SentencePieceTokenizer(Tokenizer):
 
     def token_bytes(self) -> dict[int, bytes]:
         """The unknown piece has the bytes of the sign that it is decoded to."""
-        model, known = self._model, {}
+        model, token_bytes = self._model, {}
         for i in range(model.GetPieceSize()):
             piece = model.IdToPiece(i)
             text = self.decode_after([i]) if i == self.unk else piece.replace(_WORD_START, " ")
-            known[i] = piece_bytes(piece) if model.IsByte(i) else text.encode("utf-8")
-        return without(self.special_ids, known)
+            token_bytes[i] = piece_bytes(piece) if model.IsByte(i) else text.encode("utf-8")
+        return without(self.special_ids, token_bytes)
 
     def token_id(self, name: str) -> int | None:
         token = self._model.PieceToId(name)
@@ -114,12 +114,12 @@ class _AcceleratedTokenizer(Tokenizer):
     _model: Any
     _make_fast: Callable[[], Callable[[str], list[int] | None] | None] | None = None
     _fast: Callable[[str], list[int] | None] | None = None
-    _seen = 0  # characters that were encoded
+    _num_characters = 0  # characters that were encoded
 
     def encode(self, text: str) -> np.ndarray:
         if self._make_fast is not None:
-            self._seen += len(text)
-            if self._seen > FAST_AFTER:
+            self._num_characters += len(text)
+            if self._num_characters > FAST_AFTER:
                 self._fast, self._make_fast = self._make_fast(), None
         ids = None if self._fast is None else self._fast(text)
         if ids is None:
@@ -253,8 +253,8 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         return super().decode_marked(ids, names)
 
     def token_bytes(self) -> dict[int, bytes] | None:
-        known = decoded_bytes(self._model)
-        return None if known is None else without(self.special_ids, known)
+        token_bytes = decoded_bytes(self._model)
+        return None if token_bytes is None else without(self.special_ids, token_bytes)
 
     def _opening(self) -> tuple[int, ...]:
         """From tokenizer.json alone, as transformers ignores add_bos_token beside one."""
@@ -295,8 +295,8 @@ class Gpt2Tokenizer(_AcceleratedTokenizer):
         return self._model.decode([int(i) for i in ids if i < self.model_size])
 
     def token_bytes(self) -> dict[int, bytes]:
-        known = {i: letter_bytes(token) for token, i in self._vocabulary.items()}
-        return without(self.special_ids, known)
+        token_bytes = {i: letter_bytes(token) for token, i in self._vocabulary.items()}
+        return without(self.special_ids, token_bytes)
 
     def token_id(self, name: str) -> int | None:
         return self._vocabulary.get(name)
