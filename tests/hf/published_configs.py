@@ -13,7 +13,7 @@ def published(name: str) -> dict:
     return {key: value for key, value in config.items() if key != "quantization_config"}
 
 
-# Number of parameters, of Qwen 3.5 without the vision towers.
+# Number of parameters, of Qwen 3.5 and Gemma 4 without the vision towers.
 PARAMETERS = {
     "smollm2-135m": 134_515_008,
     "llama3.1-8b": 8_030_261_248,
@@ -35,6 +35,7 @@ PARAMETERS = {
     "glm4.5": 356_785_898_816,
     "deepseek-v2": 235_741_434_880,
     "deepseek-v3": 682_636_487_424,
+    "gemma4-26b-a4b": 25_233_141_790,
     "further/gemma3-4b": 3_880_263_168,
     "further/nemotron-h-8b": 8_100_852_736,
     "further/bamba-9b": 9_780_235_392,

@@ -142,6 +142,7 @@ ACTIVE = {
     "nemotron-3-nano-30b-a3b": (35, 1e8, 2),
     "granite-4.0-h-tiny": (1, 1e9, 2),
     "granite-4.0-h-small": (9, 1e9, 2),
+    "gemma4-26b-a4b": (38, 1e8, 2),
 }
 CUT = ("nemotron-3-nano-30b-a3b", "granite-4.0-h-tiny")  # rounded down
 

@@ -24,6 +24,8 @@ def test_parameters_are_as_many_as_those_of_transformers(name: str):
     expected = sum(parameter.numel() for parameter in theirs.parameters())  # tied ones once
     if name.startswith("t5-v1.1"):  # the class ties what the files have apart
         expected += theirs.lm_head.weight.numel()
+    scalars = [b for n, b in theirs.named_buffers() if n.endswith("layer_scalar")]  # Gemma 4's
+    expected += sum(scalar.numel() for scalar in scalars)
     leaves = jax.tree_util.tree_leaves_with_path(ours)  # there counts are no parameters
     sizes = [array.size for path, array in leaves if not array_name(path).endswith(BIAS)]
     assert sum(sizes) == expected
