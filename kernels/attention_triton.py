@@ -407,8 +407,8 @@ def triton_flash_forward(plan: Plan, *refs: Any) -> None:
         scores, _ = scaled(plan.spec, product(q, k))
         if masked:
             positions = block.start + jnp.arange(tile.keys, dtype=jnp.int32)[None]
-            seen = visible(positions, lower[:, None], upper[:, None], plan.sides)
-            scores = jnp.where(seen, scores, -math.inf)
+            is_visible = visible(positions, lower[:, None], upper[:, None], plan.sides)
+            scores = jnp.where(is_visible, scores, -math.inf)
         new = jnp.maximum(largest, jnp.max(scores, axis=1))
         weights, shrink = jnp.exp2(scores - new[:, None]), jnp.exp2(largest - new)
         v = load_matrix(v_BMGV, block, tile.keys, length)
@@ -444,8 +444,8 @@ def score_slopes(
     """
     scores, inner = scaled(plan.spec, products[0])
     if positions is not None:
-        seen = visible(positions, rows.lower, rows.upper, plan.sides)
-        scores = jnp.where(seen, scores, -math.inf)
+        is_visible = visible(positions, rows.lower, rows.upper, plan.sides)
+        scores = jnp.where(is_visible, scores, -math.inf)
     weights = jnp.exp2(scores - rows.lse)
     slopes = weights * (products[1] - rows.delta)
     return weights, slopes if inner is None else slopes * inner

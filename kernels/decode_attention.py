@@ -392,11 +392,11 @@ def clear_unseen(v_tile: Any, begin: jax.Array, part: Part) -> None:
     keys, columns = v_tile.shape
     width = columns if columns % CLEARED_COLUMNS else CLEARED_COLUMNS
     position = plgpu.broadcasted_iota(jnp.int32, (keys, width), 0, layout=MATRIX) + begin
-    used = (position >= part.low) & (position < part.high)
+    is_visible = (position >= part.low) & (position < part.high)
     for first in range(0, columns, width):
         piece = v_tile.at[:, pl.ds(first, width)]
         values = mosaic.load(piece, MATRIX)
-        piece[...] = jnp.where(used, values, jnp.zeros_like(values))
+        piece[...] = jnp.where(is_visible, values, jnp.zeros_like(values))
     plgpu.commit_smem()
 
 

@@ -343,9 +343,9 @@ def add_values(
     decays = chunk_scan.decays_of(plan, shared, slot, program.chunk, rows_of(0))
     shape = (plan.chunk, plan.chunk)
     zeros = mosaic.constant(0.0, shape, MATRIX)
-    (known,) = mosaic.add_products((zeros, (k, state)))
+    (predictions,) = mosaic.add_products((zeros, (k, state)))
     v = mosaic.load(values, MATRIX).astype(jnp.float32)
-    rest = (v - known * spread(decays.reads, shape)) * beta_of(shared, slot, shape)
+    rest = (v - predictions * spread(decays.reads, shape)) * beta_of(shared, slot, shape)
     part[...] = rest.astype(DTYPE)
     plgpu.commit_smem()
     pairs = [(shared.inverse.at[slot], part)]

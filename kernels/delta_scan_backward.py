@@ -46,10 +46,10 @@ def gradients(
     common = chunk_scan.chunk_sums(log_decay_BLH, S), call.first_BL
     d_q_BLGN, *queries = side(q_BLGN, k_BLGN, d_y_BLHP, u_BLHP, before_BCHNP, common)
     d_k_BLGN, *keys = side(k_BLGN, q_BLGN, u_BLHP, d_y_BLHP, after_BCHNP, common, "keys")
-    known = k_BLGN, k_BLGN, d_v_BLHP, u_BLHP, before_BCHNP, common, "strict queries"
-    d_reader_BLGN, *readers = side(*known)
-    known = k_BLGN, k_BLGN, u_BLHP, d_v_BLHP, None, common, "strict keys"
-    d_known_BLGN, *others = side(*known)
+    arguments = k_BLGN, k_BLGN, d_v_BLHP, u_BLHP, before_BCHNP, common, "strict queries"
+    d_reader_BLGN, *readers = side(*arguments)
+    arguments = k_BLGN, k_BLGN, u_BLHP, d_v_BLHP, None, common, "strict keys"
+    d_known_BLGN, *others = side(*arguments)
     parts = d_k_BLGN, -d_reader_BLGN, -d_known_BLGN
     d_k_BLGN = sum((x.astype(dtype) for x in parts), jnp.zeros((), dtype))
     d_beta_BLH = jnp.sum(v_BLHP.astype(dtype) * m_BLHP.astype(dtype), axis=3)

@@ -251,8 +251,8 @@ def grouped_rows_program(tiling: Tiling, refs: RowRefs, programs: int) -> None:
         return sums
 
     count = item_count(rows * columns, program, programs)
-    how = accumulate if has_blocks else None
-    run(tiling, refs.ring, Work(count, item, epilogue, finish=finish_stores, accumulate=how))
+    adder = accumulate if has_blocks else None
+    run(tiling, refs.ring, Work(count, item, epilogue, finish=finish_stores, accumulate=adder))
 
 
 def scaling(scales: Any, group: Any, first: jax.Array, column: jax.Array) -> Any:
@@ -450,8 +450,8 @@ def grouped_weights_program(tiling: Tiling, refs: WeightRefs, programs: int) -> 
 
     count = item_count(E * rows * columns, program, programs)
     prepare = no_carry if refs.scales else mask
-    how = accumulate if has_blocks else None
-    work = Work(count, item, epilogue, finish=finish_stores, prepare=prepare, accumulate=how)
+    adder = accumulate if has_blocks else None
+    work = Work(count, item, epilogue, finish=finish_stores, prepare=prepare, accumulate=adder)
     run(tiling, refs.ring, work)
 
 

@@ -137,12 +137,12 @@ def _environment(options: argparse.Namespace, rank: int, port: int) -> dict[str,
         environment["JAX_PLATFORMS"] = "cpu"
     if options.gpus_per_process:
         share = options.gpus_per_process
-        needed = share * options.num_processes
-        listed = environment.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(needed))))
+        num_gpus = share * options.num_processes
+        listed = environment.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_gpus))))
         gpus = [name for name in listed.split(",") if name]
-        if len(gpus) < needed:
+        if len(gpus) < num_gpus:
             raise SystemExit(
-                f"{options.num_processes} processes x {share} GPUs need {needed} GPUs, but "
+                f"{options.num_processes} processes x {share} GPUs need {num_gpus} GPUs, but "
                 f"CUDA_VISIBLE_DEVICES={listed!r} names {len(gpus)}: lower -n or --gpus-per-process"
             )
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[rank * share : (rank + 1) * share])
@@ -179,7 +179,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], signals: list[int]) -> i
         codes = [process.poll() for process in processes]
         for rank, code in enumerate(codes):
             if code:
-                _say(f"rank {rank} {_how(code)}")
+                _say(f"rank {rank} {_cause(code)}")
                 return code if code > 0 else 128 - code
         if all(code == 0 for code in codes):
             return 0
@@ -190,7 +190,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], signals: list[int]) -> i
         time.sleep(POLL_SECONDS)
 
 
-def _how(code: int) -> str:
+def _cause(code: int) -> str:
     if code > 0:
         return f"ended with exit code {code}"
     try:

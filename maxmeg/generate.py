@@ -75,11 +75,11 @@ def main(options: Options) -> None:
     ends = end_tokens(tokenizer, config.data, config.model.vocab_size)
     request = dataclasses.replace(request, ends=ends)
     is_shown = not config.model.has_source_text
-    shown = [record.get("prompt", "") if is_shown else "" for record in records]
+    beginnings = [record.get("prompt", "") if is_shown else "" for record in records]
     engine = make_engine(trained, options, lanes=min(options.batch, len(prompts)))
     if len(prompts) == 1 and not options.output and sys.stdout.isatty():
         pieces = engine.stream(prompts[0], request, options.seed)
-        for piece in itertools.chain(shown, pieces):
+        for piece in itertools.chain(beginnings, pieces):
             print(piece, end="", flush=True)
         print()
         return
@@ -91,5 +91,5 @@ def main(options: Options) -> None:
         ]
         Path(options.output).write_text("\n".join(lines) + "\n", encoding="utf-8")
         return
-    for number, (before, text) in enumerate(zip(shown, texts, strict=True)):
+    for number, (before, text) in enumerate(zip(beginnings, texts, strict=True)):
         print("\n---\n" * (number > 0) + before + text)

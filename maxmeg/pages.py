@@ -89,8 +89,8 @@ def document(title: str, body: str, notes: str = "") -> str:
 
 def cards(facts: Iterable[tuple[str, str]]) -> str:
     """A row of (name, number) cards."""
-    shown = (f"<div><span>{escape(name)}</span><b>{value}</b></div>" for name, value in facts)
-    return f'<div class="facts">{"".join(shown)}</div>'
+    cells = (f"<div><span>{escape(name)}</span><b>{value}</b></div>" for name, value in facts)
+    return f'<div class="facts">{"".join(cells)}</div>'
 
 
 def section(title: str, content: str) -> str:
@@ -102,10 +102,10 @@ def definitions(facts: Iterable[tuple[str, str]]) -> str:
     """A list of (name, text)."""
     rows = []
     for name, text in facts:
-        shown = escape(text)
+        markup = escape(text)
         if text.startswith("--"):  # lines break between flags only
-            shown = " ".join(f'<span class="flag">{word}</span>' for word in shown.split(" "))
-        rows.append(f"<dt>{escape(name)}</dt><dd>{shown}</dd>")
+            markup = " ".join(f'<span class="flag">{word}</span>' for word in markup.split(" "))
+        rows.append(f"<dt>{escape(name)}</dt><dd>{markup}</dd>")
     return f"<dl>{''.join(rows)}</dl>"
 
 

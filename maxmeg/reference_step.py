@@ -34,10 +34,10 @@ def reference_step(config: Config, optimizer, state: TrainState, batch: Batch, *
         ctx = context(microbatch, jax.random.key_data(key))
         x, _, aux = model.stack(model.embed(microbatch, ctx), ctx)
         later = objective.later(model, microbatch, ctx)
-        further, more = objective.further(model, x, later, microbatch, ctx)
+        further, mtp_sums = objective.further(model, x, later, microbatch, ctx)
         h_BLD = model.outputs(x, ctx)
         loss, sums = objective.loss(model, h_BLD, microbatch, config.train, ctx, *further)
-        return loss, sums | more | {"stack_aux": aux}
+        return loss, sums | mtp_sums | {"stack_aux": aux}
 
     masters = trained(state.model)
     microbatches = [jax.tree.map(lambda a, m=m: a[m], batch) for m in range(len(batch.tokens))]

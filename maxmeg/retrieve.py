@@ -88,5 +88,5 @@ def show(queries: list[str], scores, rows, passages: Passages) -> None:
         say(query)
         for result in results(columns[0], columns[1], passages):
             text = " ".join(result["text"].split())
-            shown = f"{text[:SHOWN]}..." if len(text) > SHOWN else text
-            say(f"{result['score']:.3f}  row {result['row']}  {shown}")
+            excerpt = f"{text[:SHOWN]}..." if len(text) > SHOWN else text
+            say(f"{result['score']:.3f}  row {result['row']}  {excerpt}")

@@ -66,8 +66,8 @@ def local_gradients(
         dtype = jnp.dtype(config.model.dtype.value)
         return microbatch, units.with_tables(context(microbatch, raw_key), dtype).tables
 
-    def unit(params, x, given, prevent_cse: bool):
-        (microbatch, tables), layer, rest = given
+    def unit(params, x, constants, prevent_cse: bool):
+        (microbatch, tables), layer, rest = constants
         whole = collectives.whole(joined(params, rest))
         ctx = dataclasses.replace(context(microbatch, raw_key), tables=tables)
         return units.run_unit(whole, x, ctx, layer, prevent_cse=prevent_cse)

@@ -220,12 +220,12 @@ def finish(run: Run, state) -> None:
         print(f"stopped after step {step}; {resuming_words()}")
 
 
-def announce(run: Run, begun: Start) -> None:
+def announce(run: Run, start: Start) -> None:
     """Print what is about to be trained, and what changed since the checkpoint that it resumes."""
     if not multihost.is_primary():
         return
-    print_resumed(run.config, begun.step, begun.metadata)
-    if begun.step < run.config.train.num_steps:
+    print_resumed(run.config, start.step, start.metadata)
+    if start.step < run.config.train.num_steps:
         print_summary(run)
 
 
@@ -295,19 +295,19 @@ def main(
         run = Run(config := prepare(config), watchdog, source, objective)
         if lock is not None:
             run.checkpointer.may_write = lock.check
-        begun = start(
+        run_start = start(
             config,
             run.checkpointer,
             run.program.optimizer,
             run.program.abstract,
             run.tokenizer.identity,
         )
-        run.base = begun.base
-        announce(run, begun)
-        if begun.step < config.train.num_steps:
-            run.open_data(begun.step, begun.metadata)
+        run.base = run_start.base
+        announce(run, run_start)
+        if run_start.step < config.train.num_steps:
+            run.open_data(run_start.step, run_start.metadata)
             if interrupt.lets_train():
-                finish(run, train(run, begun.state, begun.step, interrupt))
+                finish(run, train(run, run_start.state, run_start.step, interrupt))
     multihost.shutdown()
     run.checkpointer.check()
 

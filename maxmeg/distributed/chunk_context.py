@@ -120,7 +120,7 @@ def folded(state_BHNP: jax.Array, through: jax.Array, is_new_EB) -> jax.Array:
 def fold(states_EBHNP, through_EBHI, is_new_EB, reverse: bool) -> jax.Array:
     """For this device's halves the states, or in reverse order the gradients, that come to them."""
     count = len(states_EBHNP)
-    mine, numbers = own_places(count), jnp.arange(count)
+    numbers_of_device, numbers = own_places(count), jnp.arange(count)
     if is_new_EB is None:
         is_new_EB = jnp.zeros((count, 1), bool)
     is_new_EB111 = is_new_EB[..., None, None, None]
@@ -129,7 +129,7 @@ def fold(states_EBHNP, through_EBHI, is_new_EB, reverse: bool) -> jax.Array:
         (arriving, chosen), (number, state, through, is_new) = carry, half
         if not reverse:
             arriving = jnp.where(is_new, 0, arriving)
-        is_mine = (number == mine).reshape(2, *(1,) * state.ndim)
+        is_mine = (number == numbers_of_device).reshape(2, *(1,) * state.ndim)
         chosen = jnp.where(is_mine, arriving, chosen)
         leaving = passed(through, arriving, reverse) + state
         if reverse:

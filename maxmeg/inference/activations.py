@@ -40,10 +40,10 @@ def capture(
     """
     expressions = [re.compile(re.escape(pattern).replace(r"\*", "[^.]*")) for pattern in patterns]
     captured: dict[str, jax.Array] = {}
-    seen: list[str] = []
+    names: list[str] = []
 
     def keep(name: str, x: jax.Array) -> None:
-        seen.append(name)
+        names.append(name)
         if any(expression.fullmatch(name) for expression in expressions):
             captured[name] = x
 
@@ -59,15 +59,15 @@ def capture(
             sublayer = unit.sublayers[i]
             x, named = run_named(sublayer, x, dataclasses.replace(layer_ctx, sublayer=i))
             mixer = f"layers.{number}.{'+'.join(sublayer.mixers)}"
-            mixer += f"_{i}" if mixer in seen else ""
+            mixer += f"_{i}" if mixer in names else ""
             for name, array in named.items():
                 keep(mixer if name == MIXER_OUTPUT else f"{mixer}.{name}", array)
         keep(f"layers.{number}", x["target"])
     keep("final_norm", model.outputs(x, ctx))
     for pattern, expression in zip(patterns, expressions, strict=True):
-        if not any(map(expression.fullmatch, seen)):
+        if not any(map(expression.fullmatch, names)):
             raise ValueError(
-                f"no activation is named {pattern!r}: nearest are {nearest_few(pattern, seen)}"
+                f"no activation is named {pattern!r}: nearest are {nearest_few(pattern, names)}"
             )
     return captured
 

@@ -53,7 +53,7 @@ def class_probabilities(
     )
     check_ids(rows.ids, config.vocab_size, tokenizer=trained.tokenizer)
     dataset = LabelledDataset(rows, room, config.vocab_size, shuffle=False)
-    found: list[np.ndarray] = [np.zeros(0)] * len(rows)
+    results: list[np.ndarray] = [np.zeros(0)] * len(rows)
     order = np.argsort(-rows.lengths, kind="stable")
     for first in range(0, len(order), BATCH):
         numbers = np.resize(order[first : first + BATCH], min(BATCH, len(order)))
@@ -73,8 +73,8 @@ def class_probabilities(
                 words = np.full((len(examples[number]), values.shape[1]), np.nan, np.float32)
                 words[labels[places]] = values
                 values = words
-            found[number] = values[0] if objective is Objective.classify else values
-    return found
+            results[number] = values[0] if objective is Objective.classify else values
+    return results
 
 
 def read(objective: Objective, number: int, example: Text | Sequence[Text]) -> Example | Words:

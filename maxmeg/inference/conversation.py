@@ -15,22 +15,22 @@ def converse(answer: Callable[[Messages, int], Iterator[str]], read: Callable[[]
     messages: Messages = []
     for turn in itertools.count():
         try:
-            said = read().strip()
+            line = read().strip()
         except EOFError:
             print()
             return
         except KeyboardInterrupt:
             print("\n(/exit or Ctrl-D leaves)")
             continue
-        if said == "/exit":
+        if line == "/exit":
             return
-        if said == "/reset":
+        if line == "/reset":
             messages = []
             print("(new conversation)")
-        elif said.startswith("/"):
-            print(f"({said} is no command: /reset or /exit)")
-        elif said:
-            question = {"role": "user", "content": said}
+        elif line.startswith("/"):
+            print(f"({line} is no command: /reset or /exit)")
+        elif line:
+            question = {"role": "user", "content": line}
             if text := printed(answer([*messages, question], turn)):
                 messages += [question, {"role": "assistant", "content": text}]
 

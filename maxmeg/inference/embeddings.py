@@ -143,10 +143,10 @@ class Embedder:
         """
         pooling = pooling or self.default
         self.check(pooling)
-        found = np.zeros((len(texts), self.width), np.float32)
+        vectors = np.zeros((len(texts), self.width), np.float32)
         for rows in self.batches(self.rows(texts, truncate)):
-            found[rows.numbers] = self.run(rows, pooling)
-        return found
+            vectors[rows.numbers] = self.run(rows, pooling)
+        return vectors
 
 
 def embedders(trained: Trained, few: bool = False, longest: int = 0) -> tuple[Embedder, Embedder]:
@@ -164,8 +164,8 @@ def one_encoder(trained: Trained, queries: bool) -> Trained:
     config = dataclasses.replace(trained.config, model=trained.config.model.one_encoder)
     like = jax.eval_shape(lambda key: language_model(key, config), jax.random.key(0))
     arrays = to_arrays(trained.model)
-    found = {name: arrays[name_in_two(name, queries)] for name in to_arrays(like)}
-    return dataclasses.replace(trained, model=from_tree(nested(found), like), config=config)
+    encoder = {name: arrays[name_in_two(name, queries)] for name in to_arrays(like)}
+    return dataclasses.replace(trained, model=from_tree(nested(encoder), like), config=config)
 
 
 def row_lengths(room: int, few: bool) -> Iterator[int]:

@@ -310,13 +310,13 @@ class Engine:
         return self._pieces(self.submit(prompt, request, seed))
 
     def _pieces(self, reply: Reply) -> Iterator[str]:
-        shown = 0
+        length = 0
         try:
             while not reply.reason:
                 self.step()
-                if len(reply.text) > shown:
-                    yield reply.text[shown:]
-                    shown = len(reply.text)
+                if len(reply.text) > length:
+                    yield reply.text[length:]
+                    length = len(reply.text)
         finally:
             self.cancel(reply)
 

@@ -95,7 +95,7 @@ class Leader(Link):
     def lead(self, programs: Programs) -> None:
         """Send the arrays of each step of `programs` from now on."""
         if self.connections:
-            self._known = idle_arrays(programs)
+            self._arrays = idle_arrays(programs)
             programs.before_step, programs.leads = self._send, True
 
     def close(self) -> None:
@@ -106,15 +106,15 @@ class Leader(Link):
 
     def _send(self, chunk: int, packed: np.ndarray, changes: np.ndarray | None) -> None:
         """Send where an array differs from the last one of its kind, and the values there."""
-        known, head, parts = self._known[chunk], [chunk], []
+        arrays, head, parts = self._arrays[chunk], [chunk], []
         for i, array in enumerate((packed, changes)):
             if array is None:
                 head.append(UNCHANGED)
                 continue
-            places = np.flatnonzero(array != known[i]).astype(np.int32)
+            places = np.flatnonzero(array != arrays[i]).astype(np.int32)
             head.append(len(places))
             parts += [places.tobytes(), array.flat[places].tobytes()]
-            known[i] = array
+            arrays[i] = array
         message = b"".join([np.array(head, np.int32).tobytes(), *parts])
         for connection in self.connections.values():
             connection.sendall(message)
@@ -131,15 +131,15 @@ class Follower(Link):
 
     def follow(self, programs: Programs) -> None:
         """Start the steps that process 0 starts, until it ends."""
-        known, results = idle_arrays(programs), ()
+        arrays, results = idle_arrays(programs), ()
         while (head := self._read(3).tolist())[0] != STOP:
             chunk, *counts = head
             for i, count in enumerate(counts):
                 if count != UNCHANGED:
                     places, values = self._read(count), self._read(count)
-                    known[chunk][i] = known[chunk][i].copy()  # a step may still use the last one
-                    known[chunk][i].flat[places] = values
-            packed, changes = known[chunk]
+                    arrays[chunk][i] = arrays[chunk][i].copy()  # a step may still use the last one
+                    arrays[chunk][i].flat[places] = values
+            packed, changes = arrays[chunk]
             changes = None if counts[1] == UNCHANGED else changes
             before, results = results, programs.start(chunk, packed, changes)
             jax.block_until_ready(before)  # an error of the device raises here
@@ -199,8 +199,8 @@ def accepted(count: int) -> dict[int, socket.socket]:
 def hello(connection: socket.socket, word: str) -> int | None:
     """The number of the process that has connected; None for anything but the word and a number."""
     with contextlib.suppress(OSError, ValueError):
-        said, number = connection.recv(99).decode("ascii").split()
-        if secrets.compare_digest(said, word):
+        answer, number = connection.recv(99).decode("ascii").split()
+        if secrets.compare_digest(answer, word):
             return int(number)
     return None
 

@@ -135,14 +135,14 @@ class Grammars:
             import llguidance
         except ImportError:
             raise ValueError("grammars need llguidance: pip install 'maxmeg[serve]'") from None
-        known = tokenizer.token_bytes()
-        if known is None:
+        token_bytes = tokenizer.token_bytes()
+        if token_bytes is None:
             raise ValueError(
                 f"tokenizer {tokenizer.spec!r}: its ids do not determine the bytes of the text, "
                 "which grammars need: serve the model without them"
             )
         self.vocab_size = vocab_size
-        words = llguidance.TokenizerWrapper(_Words(tokenizer, known, vocab_size, ends))
+        words = llguidance.TokenizerWrapper(_Words(tokenizer, token_bytes, vocab_size, ends))
         self._tokenizer = llguidance.LLTokenizer(words, eos_token=list(ends))
 
     def compile(self, kind: str, text: str = "") -> Grammar:
@@ -183,11 +183,11 @@ class _Words:
     """The vocabulary, with the attributes that llguidance reads."""
 
     def __init__(
-        self, tokenizer: Tokenizer, known: dict[int, bytes], vocab_size: int, ends: Sequence[int]
+        self, tokenizer: Tokenizer, texts: dict[int, bytes], vocab_size: int, ends: Sequence[int]
     ):
-        self._known = {i: known[i] for i in range(vocab_size) if i in known}
-        self.tokens = [self._known.get(i, b"") for i in range(vocab_size)]
-        self.special_token_ids = [i for i in range(vocab_size) if i not in known]
+        self._token_bytes = {i: texts[i] for i in range(vocab_size) if i in texts}
+        self.tokens = [self._token_bytes.get(i, b"") for i in range(vocab_size)]
+        self.special_token_ids = [i for i in range(vocab_size) if i not in texts]
         self.eos_token_id = ends[0]
         self.bos_token_id = tokenizer.bos
         self._tokenizer = tokenizer
@@ -200,14 +200,14 @@ class _Words:
         """
         data, encode = text.encode("utf-8"), self._tokenizer.encode
         ids, after = encode(text).tolist(), encode("\n" + text).tolist()
-        for found in (ids, *(after[number:] for number in range(1, 4))):
-            if self._spells(found, data):
-                return found
+        for candidate in (ids, *(after[number:] for number in range(1, 4))):
+            if self._spells(candidate, data):
+                return candidate
         return self._longest(data)
 
     def _spells(self, ids: list[int], data: bytes) -> bool:
-        found = [self._known.get(i) for i in ids]
-        return None not in found and b"".join(found) == data  # pyright: ignore
+        parts = [self._token_bytes.get(i) for i in ids]
+        return None not in parts and b"".join(parts) == data  # pyright: ignore
 
     def _longest(self, data: bytes) -> list[int]:
         ids, at = [], 0
@@ -222,7 +222,7 @@ class _Words:
 
     @functools.cached_property
     def _ids(self) -> dict[bytes, int]:
-        return {text: i for i, text in self._known.items()}
+        return {text: i for i, text in self._token_bytes.items()}
 
     @functools.cached_property
     def _most(self) -> int:

@@ -323,8 +323,8 @@ def check_described(model: LM, config: Config) -> None:
         if expected[first:] != shape[first:]:
             problems.append(f"{name} has shape {shape}, config.model {expected}")
     if problems:
-        shown = "; ".join(sorted(problems)[:3])
+        examples = "; ".join(sorted(problems)[:3])
         raise ValueError(
             f"the model is not the one that config.model describes, and a run of it could not be "
-            f"loaded: {shown}"
+            f"loaded: {examples}"
         )

@@ -107,22 +107,22 @@ def load_run(
         if problems := list(itertools.chain(*rules)):
             raise ValueError("\n".join(problems))
         model = on_disk(abstract_state(config, make_optimizer(config.optim), mesh)).model
-        held = DType.float32 if master_weights else config.model.dtype
-        restored = restored_in(held, checkpointer, step, model, average)
+        dtype_of_weights = DType.float32 if master_weights else config.model.dtype
+        restored = restored_in(dtype_of_weights, checkpointer, step, model, average)
         restored = joined(restored, restored_base(config, model, base))
         return Trained(restored, config, tokenizer, step, mesh, manifest.metadata)
 
     if step is not None:
         return use(step, checkpointer.manifest(step))
-    found = checkpointer.latest(use)
-    if found is None:
+    trained = checkpointer.latest(use)
+    if trained is None:
         folder = checkpointer.folder
         raise ValueError(
             f"{folder} holds no checkpoint: give the run_dir of a training run, or a Hugging Face "
             f"folder with config.json"
             f"{hub_command(run_dir)}"
         )
-    return found
+    return trained
 
 
 def load_chosen(options: ModelOptions, mesh: Mesh | None = None, mtp: bool = False) -> Trained:

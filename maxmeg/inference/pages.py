@@ -31,7 +31,7 @@ class Pages:
         self.pages = [Page() for _ in range(count)]
         self.free = list(range(count))[::-1]  # taken from the end
         self.unused: collections.OrderedDict[int, None] = collections.OrderedDict()
-        self.known: dict[bytes, int] = {}
+        self.numbers: dict[bytes, int] = {}
 
     @property
     def available(self) -> int:
@@ -44,7 +44,7 @@ class Pages:
             number = self.free.pop()
         else:
             number, _ = self.unused.popitem(last=False)
-            del self.known[self.pages[number].digest]
+            del self.numbers[self.pages[number].digest]
         self.pages[number] = Page(readers=1)
         return number
 
@@ -63,9 +63,9 @@ class Pages:
 
         salt: what else the keys and values depend on.
         """
-        found, before = [], salt
+        numbers, before = [], salt
         for page_tokens in self._whole_pages(tokens):
-            number = self.known.get(digest := digest_of(before, page_tokens))
+            number = self.numbers.get(digest := digest_of(before, page_tokens))
             if number is None:
                 break
             page = self.pages[number]
@@ -73,9 +73,9 @@ class Pages:
                 break
             page.readers += 1
             self.unused.pop(number, None)
-            found.append(number)
+            numbers.append(number)
             before = digest
-        return found
+        return numbers
 
     def publish(self, numbers: Sequence[int], tokens: Sequence[int], salt: bytes = ROOT) -> None:
         """Let others share the pages that these tokens fill; of equal ones the first is kept."""
@@ -83,9 +83,9 @@ class Pages:
         for number, page_tokens in zip(numbers, self._whole_pages(tokens), strict=False):
             digest = digest_of(before, page_tokens)
             page = self.pages[number]
-            if not page.digest and digest not in self.known:
+            if not page.digest and digest not in self.numbers:
                 page.digest, page.before, page.tokens = digest, before, page_tokens
-                self.known[digest] = number
+                self.numbers[digest] = number
             before = digest
 
     def _whole_pages(self, tokens: Sequence[int]):

@@ -172,10 +172,10 @@ class Programs:
             read = [collectives.gather(array, BATCH_AXES, 0) for array in read]
             return *jax.tree.map(lambda array: array[None], (cache, tokens)), *read
 
-        given = (self._specs, PER_DEVICE, PER_DEVICE, P(BATCH_AXES), P(BATCH_AXES))
+        arguments = (self._specs, PER_DEVICE, PER_DEVICE, P(BATCH_AXES), P(BATCH_AXES))
         results = PER_DEVICE, PER_DEVICE, *(P() for _ in range(arrays))
         shardings = tuple(NamedSharding(self.mesh, spec) for spec in results)  # else XLA's choice
-        program = spmd(local, self.mesh, given, results)
+        program = spmd(local, self.mesh, arguments, results)
         return jax.jit(program, donate_argnums=(1, 2), out_shardings=shardings)
 
     def _local(self, model: LM) -> LM:

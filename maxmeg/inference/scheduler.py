@@ -196,12 +196,12 @@ class Scheduler:
         if not (self.limits.shares and job.shares):
             return []
         chunk, per_chunk = self.limits.chunk, self.limits.chunk // self.limits.slots
-        found = self.pages[replica].share(
+        pages = self.pages[replica].share(
             job.prompt[: (len(job.prompt) - 1) // chunk * chunk], job.salt
         )
-        whole = len(found) // per_chunk * per_chunk
-        self._release(found[whole:], replica)
-        return found[:whole]
+        whole = len(pages) // per_chunk * per_chunk
+        self._release(pages[whole:], replica)
+        return pages[:whole]
 
     def _leave_lane(self, job: Job) -> None:
         assert job.lane is not None
@@ -228,10 +228,10 @@ class Scheduler:
         return Chunk(job, start, job.read - start)
 
     def _tokens(self, ready: list[Job]) -> list[Token]:
-        given = [job for job in ready if job.lane is not None and self._has_page(job)]
+        jobs = [job for job in ready if job.lane is not None and self._has_page(job)]
         rows = [
             Token(job, job.sampled, job.length, tuple(job.ahead()))
-            for job in given
+            for job in jobs
             if job.lane is not None
         ]
         for row in rows:

@@ -32,18 +32,18 @@ def prepared(schema: typing.Any) -> typing.Any:
     if "x-guidance" in schema:
         raise ValueError("x-guidance is not supported: leave it out")
     _check_repeats(schema)
-    made = {}
+    result = {}
     for key, value in schema.items():
         if key in NAMED and isinstance(value, dict):
             value = {name: prepared(each) for name, each in value.items()}
-        made[key] = value if key in VALUES else prepared(value) if key not in NAMED else value
+        result[key] = value if key in VALUES else prepared(value) if key not in NAMED else value
     name = schema.get("format")
     if isinstance(name, str) and name not in FORMATS:
-        del made["format"]
+        del result["format"]
     if isinstance(name, str) and name in PATTERNS:
-        more = {"pattern": PATTERNS[name]}
-        made |= {"allOf": [*made.get("allOf", []), more]} if "pattern" in made else more
-    return made
+        pattern = {"pattern": PATTERNS[name]}
+        result |= {"allOf": [*result.get("allOf", []), pattern]} if "pattern" in result else pattern
+    return result
 
 
 def _check_repeats(schema: dict) -> None:

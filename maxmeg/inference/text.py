@@ -60,21 +60,21 @@ class Text:
         self._waiting: list[int] = []
 
     def _append(self, text: str) -> bool:
-        known = len(self._text)
+        length = len(self._text)
         self._text += text
         self._follow(self._context + self._waiting)
-        found = [
+        places = [
             place
             for stop in self.stops
-            if (place := self._text.find(stop, max(known - len(stop) + 1, 0))) >= 0
+            if (place := self._text.find(stop, max(length - len(stop) + 1, 0))) >= 0
         ]
-        if found:
-            self.shown = self._text = self._text[: min(found)]
+        if places:
+            self.shown = self._text = self._text[: min(places)]
             return True
-        self.shown = self._text[: len(self._text) - self._held()]
+        self.shown = self._text[: len(self._text) - self._overlap()]
         return False
 
-    def _held(self) -> int:
+    def _overlap(self) -> int:
         """The most characters at the end of the text with which a stop string begins."""
         most = max(map(len, self.stops), default=1) - 1
         for count in range(min(most, len(self._text)), 0, -1):

@@ -61,8 +61,8 @@ class CrossAttention(Attention):
         q_BLHK = normalized(q_BLI, self.query_norm, (B, L, -1, self.spec.head_dim))
         if cache is not None:
             assert ctx.cache_places is not None
-            how = ctx.cache_places, self.spec.score_spec()
-            out_BLHK, cache = source_attention(q_BLHK, new, cache, *how)
+            settings = ctx.cache_places, self.spec.score_spec()
+            out_BLHK, cache = source_attention(q_BLHK, new, cache, *settings)
             return self.out(out_BLHK.reshape(B, L, -1), ctx), cache, {}
         k_BMGK, v_BMGK = new  # pyright: ignore
         operands = self.operands(q_BLHK, ctx)
@@ -77,8 +77,8 @@ class CrossAttention(Attention):
         documents = {"segments_BL": segments[0], "key_segments_BM": segments[1]}
         operands = operands._replace(**documents, mask_B1LM=None)
         call = q_BLHK, k_BMGK, v_BMGK, self.spec.score_spec(ctx), operands
-        found = attention_with_lse(*call, backend=self.spec.backend)
-        out_BLHK, aux = self.reported(*output_and_largest(*found))
+        results = attention_with_lse(*call, backend=self.spec.backend)
+        out_BLHK, aux = self.reported(*output_and_largest(*results))
         return self.out(out_BLHK.reshape(B, L, -1), ctx), None, aux
 
     def keys_and_values(self, memory_BMD: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from maxmeg.layers.context import Context
 from maxmeg.layers.linear import Linear
-from maxmeg.ops.dropout import kept
+from maxmeg.ops.dropout import dropout_mask
 from maxmeg.ops.random import fold, uniform
 from maxmeg.parallel.collectives import first_index, unshard_parameter
 from maxmeg.parallel.mesh import TENSOR_AXES
@@ -67,7 +67,7 @@ class Lora(nnx.Module):
     ) -> Float[Array, "tokens O"]:
         scale = self.scale
         if self.rate and ctx is not None and ctx.training:
-            x_BLI = jnp.where(self.kept(x_BLI, ctx), x_BLI, 0)
+            x_BLI = jnp.where(self.dropout_mask(x_BLI, ctx), x_BLI, 0)
             scale /= 1 - self.rate
         low_TR = x_BLI.reshape(-1, x_BLI.shape[-1]) @ unshard_parameter(self.a)
         low_BLR = self.chosen(low_TR.reshape(*x_BLI.shape[:-1], -1), ctx)
@@ -84,11 +84,11 @@ class Lora(nnx.Module):
         is_own_BR = jnp.expand_dims(is_own_BR, range(1, low_BLR.ndim - 1))
         return jnp.where(is_own_BR, low_BLR, 0)
 
-    def kept(self, x_BLI: jax.Array, ctx: Context) -> jax.Array:
+    def dropout_mask(self, x_BLI: jax.Array, ctx: Context) -> jax.Array:
         """Mask of the elements that dropout keeps; it does not depend on the layout."""
         first = first_index(TENSOR_AXES, x_BLI.shape[-1]) if self.row_parallel else 0
         place = ctx.rows()[:, None], ctx.places(x_BLI.shape[1])
-        return kept(x_BLI.shape, self.rate, ctx.key(self.place), *place, first=first)
+        return dropout_mask(x_BLI.shape, self.rate, ctx.key(self.place), *place, first=first)
 
 
 def is_linear(node) -> bool:

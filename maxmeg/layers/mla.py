@@ -232,8 +232,8 @@ class Mla(Attention):
         q_latent = transposed_product(self.key_up, q_BLHK, ctx)
         q_absorbed = jnp.concatenate((q_latent, q_rotary), axis=-1)
         scores = dataclasses.replace(spec.score_spec(), scale=spec.scale or size**-0.5)
-        how = ctx.cache_places, scores, self.sink_logits()
-        out, cache = cached_attention(q_absorbed, (kv_BLI[:, :, None],), cache, *how)
+        settings = ctx.cache_places, scores, self.sink_logits()
+        out, cache = cached_attention(q_absorbed, (kv_BLI[:, :, None],), cache, *settings)
         return product(self.value_up, out[..., : spec.kv_rank], ctx), cache
 
     def init_cache(self, size: CacheSize) -> tuple[jax.Array, ...]:

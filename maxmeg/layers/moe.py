@@ -274,10 +274,10 @@ class Experts(nnx.Module):
             y_ECO = x_ECI @ w_EIO if codes is None else codes.product(x_ECI, weight)
             y_RO = y_ECO.reshape(len(x_RI), -1)
         else:
-            how: dict = {"backend": self.backend(), "x_codes": x_codes}
+            options: dict = {"backend": self.backend(), "x_codes": x_codes}
             if codes is not None:
-                how |= codes.of_groups()
-            y_RO = grouped_matmul(x_RI, w_EIO, sizes_E, **how)
+                options |= codes.of_groups()
+            y_RO = grouped_matmul(x_RI, w_EIO, sizes_E, **options)
         return y_RO if bias is None else y_RO + rows_of_experts(bias[...], sizes_E, len(x_RI))
 
 
@@ -440,14 +440,14 @@ class Moe(Mixer):
         local, top_k = self.experts.up.shape[-3], spec.routing.top_k
         return make_exchange(tokens, top_k, local, EXPERT_AXES, spec.buffer, nodes, received)
 
-    def _blocks(self, tokens: int, limit: int, **how) -> Blocks:
+    def _blocks(self, tokens: int, limit: int, **layout) -> Blocks:
         """Blocks of the experts for `tokens` tokens per device."""
         spec = self.spec
         sizes = tokens, spec.routing.top_k, spec.routing.num_experts
         rows = limit if spec.pad else block_rows(*sizes, spec.buffer, limit)
-        devices = collectives.axis_size(how.get("axes", ())) // how.get("nodes", 1)
+        devices = collectives.axis_size(layout.get("axes", ())) // layout.get("nodes", 1)
         count = self.experts.up.shape[-3] * devices
-        return Blocks(count, rows, limit, **how)
+        return Blocks(count, rows, limit, **layout)
 
     def _places(self, routing: Routing) -> tuple[Int[Array, "T K"], int]:
         """(place of each copy at its expert, number of places); (zeros, 1) if nothing reads it."""

@@ -119,8 +119,8 @@ class Recurrent(Mixer):
                 down = Linear(keys.pop(), (size, spec.rank), (into, "latent"), spec.std)
                 setattr(self, f"{name}_down", down)
                 size, into = spec.rank, "latent"
-            how = spec.std, spec.bias, spec.parts(name)
-            linear = Linear(keys.pop(), (size, width), (into, axis), *how)
+            options = spec.std, spec.bias, spec.parts(name)
+            linear = Linear(keys.pop(), (size, width), (into, axis), *options)
             annotate(linear, reads_width=into != "latent")
             setattr(self, name, linear)
         for name in spec.convolved:
@@ -145,11 +145,11 @@ class Recurrent(Mixer):
         """Outputs of all projections, by name."""
         direct = [name for name in self.spec.projections if name not in self.low_rank]
         outputs = project([getattr(self, name) for name in direct], h_BLD, ctx)
-        found = dict(zip(direct, outputs, strict=True))
+        projections = dict(zip(direct, outputs, strict=True))
         for name in self.low_rank:
             down = getattr(self, f"{name}_down")(h_BLD, ctx)
-            found[name] = getattr(self, name)(down, ctx)
-        return {name: stored(y, STORED.get(name) or name) for name, y in found.items()}
+            projections[name] = getattr(self, name)(down, ctx)
+        return {name: stored(y, STORED.get(name) or name) for name, y in projections.items()}
 
     def convolved(
         self, parts: dict[str, jax.Array], ctx: Context, cache: dict | None

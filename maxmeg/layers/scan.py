@@ -60,13 +60,13 @@ class Scan:
 def without_padding(inputs: ScanInputs, is_token_BL: jax.Array) -> ScanInputs:
     """Inputs whose padding does not change the state."""
 
-    def kept(x):
+    def zero_padding(x):
         return jnp.where(is_token_BL.reshape(*is_token_BL.shape, *(1,) * (x.ndim - 2)), x, 0)
 
-    inputs = inputs._replace(log_decay=kept(inputs.log_decay))
+    inputs = inputs._replace(log_decay=zero_padding(inputs.log_decay))
     if inputs.beta_BLH is not None:
-        return inputs._replace(beta_BLH=kept(inputs.beta_BLH))
-    return inputs._replace(v_BLHP=kept(inputs.v_BLHP))
+        return inputs._replace(beta_BLH=zero_padding(inputs.beta_BLH))
+    return inputs._replace(v_BLHP=zero_padding(inputs.v_BLHP))
 
 
 def between(key: jax.Array, count: int, least: float, most: float) -> jax.Array:

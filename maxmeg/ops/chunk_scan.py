@@ -136,17 +136,17 @@ def check_sizes(q_BLGN, k_BLGN, v_BLHP, log_decay, beta_BLH, state_BHNP, chunk: 
         )
     if chunk < 2 or chunk & (chunk - 1):
         raise ValueError(f"chunk_scan: chunk={chunk} must be a power of 2: choose 64 or 128")
-    for name, shape, wanted in (
+    for name, shape, shapes in (
         ("q", k_BLGN.shape if q_BLGN is None else q_BLGN.shape, [(B, L, G, N)]),
         ("v", v_BLHP.shape, [(B, L, H, P)]),
         ("log_decay", log_decay.shape, [(B, L, H), (B, L, H, N)]),
         ("beta", (B, L, H) if beta_BLH is None else beta_BLH.shape, [(B, L, H)]),
         ("state", (B, H, N, P) if state_BHNP is None else state_BHNP.shape, [(B, H, N, P)]),
     ):
-        if shape not in wanted:
+        if shape not in shapes:
             raise ValueError(
                 f"chunk_scan: {name} has shape {shape}, which must be "
-                f"{' or '.join(map(str, wanted))} for keys {k_BLGN.shape} (batch, length, groups, "
+                f"{' or '.join(map(str, shapes))} for keys {k_BLGN.shape} (batch, length, groups, "
                 f"state size) and {H} heads of size {P}: pass {name} in that shape"
             )
 

@@ -75,7 +75,7 @@ def run_tile(tile: Tile, state_BGJNP: jax.Array, chunk: int) -> tuple[jax.Array 
     if tile.q_BMGN is None:
         return None, state_BGJNP
     q_BCGSN = chunked(tile.q_BMGN, chunk, groups)[:, :, :, 0]
-    y_BCGJSP = product(q_BCGSN, kept(jnp.exp(sums_BCGJSI), masks.sees_BCGJSI), states_BCGJNP)
+    y_BCGJSP = product(q_BCGSN, masked(jnp.exp(sums_BCGJSI), masks.sees_BCGJSI), states_BCGJNP)
     scores_BCGJST = decayed_scores(q_BCGSN, k_BCGSN, sums_BCGJSI, masks)
     y_BCGJSP += jnp.einsum("BCGJST,BCGJTP->BCGJSP", scores_BCGJST, values_BCGJSP)
     B, C, G, J, S, P = y_BCGJSP.shape
@@ -105,7 +105,7 @@ def masks_of(tile: Tile, chunk: int) -> Masks:
     return Masks(same_BCST[:, :, None, None], of_heads(sees_BCS), of_heads(ends_BCS), states_BE)
 
 
-def kept(x: jax.Array, mask) -> jax.Array:
+def masked(x: jax.Array, mask) -> jax.Array:
     return x if mask is None else jnp.where(mask, x, 0)
 
 
@@ -207,7 +207,7 @@ def states_of(k_BCGSN, values_BCGJSP, sums_BCGJSI, masks: Masks, state_BGJNP) ->
     """[B, C + 1, G, J, N, P]: the states before each chunk and after the last, without the delta
     rule: sums of earlier chunks' states, decayed. Letters D and E count states."""
     last_BCGJ1I = sums_BCGJSI[..., -1:, :]
-    left_BCGJSI = kept(jnp.exp(last_BCGJ1I - sums_BCGJSI), masks.ends_BCGJSI)
+    left_BCGJSI = masked(jnp.exp(last_BCGJ1I - sums_BCGJSI), masks.ends_BCGJSI)
     states_BCGJNP = outer(k_BCGSN, left_BCGJSI, values_BCGJSP)
     states_BEGJNP = jnp.concatenate((state_BGJNP[:, None], states_BCGJNP), axis=1)
     totals_BEGJI = jnp.pad(
@@ -231,8 +231,8 @@ def delta_states(
 ):
     """(corrected values u, states before each chunk, state after the last), chunk by chunk."""
     last_BCGJ1I = sums_BCGJSI[..., -1:, :]
-    left_BCGJSI = kept(jnp.exp(last_BCGJ1I - sums_BCGJSI), masks.ends_BCGJSI)
-    read_BCGJSI = kept(jnp.exp(sums_BCGJSI), masks.sees_BCGJSI)
+    left_BCGJSI = masked(jnp.exp(last_BCGJ1I - sums_BCGJSI), masks.ends_BCGJSI)
+    read_BCGJSI = masked(jnp.exp(sums_BCGJSI), masks.sees_BCGJSI)
     stays_BCGJI = jnp.exp(last_BCGJ1I[..., 0, :])
     if masks.state_docs_BE is not None:
         docs_BE = masks.state_docs_BE
@@ -243,8 +243,8 @@ def delta_states(
 
     def step(state_BGJNP, chunk):
         k, v, beta, read, left, stays, inverse_B1GJST = (x[:, None] for x in chunk)
-        known = product(k, read, state_BGJNP[:, None])
-        values = jnp.einsum("BCGJST,BCGJTP->BCGJSP", inverse_B1GJST, beta * (v - known))
+        predictions = product(k, read, state_BGJNP[:, None])
+        values = jnp.einsum("BCGJST,BCGJTP->BCGJSP", inverse_B1GJST, beta * (v - predictions))
         new = (stays[..., None] * state_BGJNP[:, None] + outer(k, left, values))[:, 0]
         return new, (values[:, 0], state_BGJNP)
 

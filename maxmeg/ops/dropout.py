@@ -22,11 +22,11 @@ def dropout(
     """
     if rate == 0.0:
         return x
-    keep = kept(x.shape, rate, key, *coordinates, first=first)
+    keep = dropout_mask(x.shape, rate, key, *coordinates, first=first)
     return jnp.where(keep, x / (1.0 - rate), 0).astype(x.dtype)
 
 
-def kept(
+def dropout_mask(
     shape: tuple[int, ...],
     rate: float,
     key: jax.Array,

@@ -159,16 +159,16 @@ def check_device(recipe: Recipe, device: Device) -> None:
         block_matmul.backend_of(recipe.backend, device)
     if not device.is_cuda or device.capability == (0, 0):
         return
-    found = ".".join(map(str, device.capability))
+    capability = ".".join(map(str, device.capability))
     if device.capability < ADA <= recipe.capability:
         raise ValueError(
             "8-bit and 4-bit products need compute capability 8.9 (Ada) or newer, found "
-            f"{found}: set train.quantization.recipe=none, mxfp4 or a qat_... recipe"
+            f"{capability}: set train.quantization.recipe=none, mxfp4 or a qat_... recipe"
         )
     if device.capability < recipe.capability:
         raise ValueError(
             "this train.quantization.recipe (mxfp8, nvfp4) needs compute capability 10.0 "
-            f"(Blackwell) or newer, found {found}: set train.quantization.recipe=tensorwise, "
+            f"(Blackwell) or newer, found {capability}: set train.quantization.recipe=tensorwise, "
             "blockwise, mxfp4 or a qat_... recipe"
         )
 

@@ -136,8 +136,8 @@ def ntk(scaling: RotaryScaling, plain: np.ndarray, base: float) -> np.ndarray:
 
 def llama3(scaling: RotaryScaling, plain: np.ndarray, base: float) -> np.ndarray:
     turns = scaling.original_length * plain / (2 * math.pi)
-    kept = np.clip((turns - scaling.low) / (scaling.high - scaling.low), 0, 1)
-    return plain * (kept + (1 - kept) / scaling.factor)
+    weights = np.clip((turns - scaling.low) / (scaling.high - scaling.low), 0, 1)
+    return plain * (weights + (1 - weights) / scaling.factor)
 
 
 def yarn(scaling: RotaryScaling, plain: np.ndarray, base: float) -> np.ndarray:

@@ -136,8 +136,8 @@ def orthogonalized(tree, muon: MuonConfig, mesh: Mesh | None, zero1: bool):
             return (direction(x, widths, muon).astype(x.dtype),)
 
         small = [variable.replace(x.astype(muon.dtype.value))]
-        (found,) = on_whole_matrices(directions, small, mesh, zero1, exchanged)
-        return found.replace(found.get_value().astype(jnp.float32))
+        (result,) = on_whole_matrices(directions, small, mesh, zero1, exchanged)
+        return result.replace(result.get_value().astype(jnp.float32))
 
     return jax.tree.map(one, tree, is_leaf=is_variable)
 
@@ -210,7 +210,7 @@ def product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
 def coefficients(muon: MuonConfig) -> list[tuple[float, float, float]]:
     """(a, b, c) of each of `muon.steps` steps. Past its end a set starts again, or its last step is
     repeated (ENDS_REPEATED)."""
-    given = COEFFICIENTS[muon.coefficients]
+    rows = COEFFICIENTS[muon.coefficients]
     if muon.coefficients in ENDS_REPEATED:
-        given = given + [given[-1]] * muon.steps
-    return list(itertools.islice(itertools.cycle(given), muon.steps))
+        rows = rows + [rows[-1]] * muon.steps
+    return list(itertools.islice(itertools.cycle(rows), muon.steps))

@@ -198,36 +198,36 @@ def weight_decay_at(samples: int, optim: OptimConfig, total: int) -> float:
         return optim.weight_decay
     if samples > total:
         return optim.weight_decay_end
-    done = samples / max(total, 1)
+    progress = samples / max(total, 1)
     if optim.weight_decay_ramp is WeightDecayRamp.cosine:
-        done = _cosine(1 - done)
-    return optim.weight_decay + done * (optim.weight_decay_end - optim.weight_decay)
+        progress = _cosine(1 - progress)
+    return optim.weight_decay + progress * (optim.weight_decay_end - optim.weight_decay)
 
 
-def _cosine(done):
-    return 0.5 * (math.cos(math.pi * done) + 1)
+def _cosine(progress):
+    return 0.5 * (math.cos(math.pi * progress) + 1)
 
 
-def _wsd_fraction(shape, done):
+def _wsd_fraction(shape, progress):
     return {
-        WsdDecay.linear: 1 - done,
-        WsdDecay.cosine: _cosine(done),
-        WsdDecay.exponential: 2 * 0.5**done - 1,
-        WsdDecay.minus_sqrt: 1 - math.sqrt(done),
+        WsdDecay.linear: 1 - progress,
+        WsdDecay.cosine: _cosine(progress),
+        WsdDecay.exponential: 2 * 0.5**progress - 1,
+        WsdDecay.minus_sqrt: 1 - math.sqrt(progress),
     }[shape]
 
 
 def _merged(segments):
     """Segments, without a segment that only continues the previous one."""
-    kept = []
+    result = []
     for first, consumed, size in segments:
-        if kept:
-            last_first, last_consumed, last_size = kept[-1]
+        if result:
+            last_first, last_consumed, last_size = result[-1]
             reached = last_consumed + (first - last_first) * last_size
             if (reached, last_size) == (consumed, size):
                 continue
-        kept.append((first, consumed, size))
-    return kept
+        result.append((first, consumed, size))
+    return result
 
 
 def _segments(config, origin):

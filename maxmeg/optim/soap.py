@@ -94,11 +94,11 @@ def scale_by_soap(
                 return on_whole_matrices(of_matrices, variables, mesh, zero1)
 
         trees = [part(tree, True) for tree in (updates, state.mu, state.nu)]
-        found = map_variables(of_matrix, *trees, *state[3:])
+        results = map_variables(of_matrix, *trees, *state[3:])
         others = [part(tree, False) for tree in (updates, state.mu, state.nu)]
         rest = map_variables(of_vector, *others)
-        u, mu, nu = (joined(a, b) for a, b in zip(found[:3], rest, strict=True))
-        return u, SoapState(count, mu, nu, *found[3:])
+        u, mu, nu = (joined(a, b) for a, b in zip(results[:3], rest, strict=True))
+        return u, SoapState(count, mu, nu, *results[3:])
 
     return optax.GradientTransformation(init, update)
 

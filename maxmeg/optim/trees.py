@@ -51,11 +51,11 @@ def map_variables(function: Callable[..., tuple], *trees) -> tuple:
     leaves = [jax.tree.leaves(tree, is_leaf=is_variable) for tree in trees]
     structure = jax.tree.structure(trees[0], is_leaf=is_variable)
     rows = zip(*leaves, strict=True)
-    found = [function(*row) if row[0].get_value() is not None else None for row in rows]
-    count = max((len(row) for row in found if row is not None), default=len(trees))
+    results = [function(*row) if row[0].get_value() is not None else None for row in rows]
+    count = max((len(row) for row in results if row is not None), default=len(trees))
     empty = [leaf.replace(None) for leaf in leaves[0]]
     columns = zip(
-        *(row or (none,) * count for row, none in zip(found, empty, strict=True)), strict=True
+        *(row or (none,) * count for row, none in zip(results, empty, strict=True)), strict=True
     )
     return tuple(jax.tree.unflatten(structure, column) for column in columns)
 

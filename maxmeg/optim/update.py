@@ -168,8 +168,8 @@ def in_loop(
     def body(i, state):
         arrays, _ = state
         parts = joined(to_device(slices.take(arrays, i)), scalars)
-        mine, values, places = slices.take((gradients, aux, layers), i)
-        new = run(mine, parts, values, layers=places)
+        slopes, values, places = slices.take((gradients, aux, layers), i)
+        new = run(slopes, parts, values, layers=places)
         rows = to_memory_of(variables_of(new), arrays)
         return slices.put(arrays, rows, i), without_variables(new)
 

@@ -99,13 +99,13 @@ def plan(
     return Plan(number + -number % step, routes)
 
 
-def copied_over(used: set[str], devices: int, number: int, count: Callable[[Axes], int]) -> Axes:
+def copied_over(axes: set[str], devices: int, number: int, count: Callable[[Axes], int]) -> Axes:
     """The mesh axes along which devices with the same shard divide its `number` matrices, which
-    `devices` exchange with each other, as long as there are enough matrices for all. used: the axes
+    `devices` exchange with each other, as long as there are enough matrices for all. axes: those
     that shard them."""
     copies = ()
     for axis in MESH_AXES:
-        copied = axis not in used and count((axis,)) > 1
+        copied = axis not in axes and count((axis,)) > 1
         if copied and devices * count((*copies, axis)) <= number:
             copies = (*copies, axis)
     return copies

@@ -36,6 +36,6 @@ class Batch:
     def of(cls, arrays: dict[str, typing.Any]) -> "Batch":
         """The batch with a dataset's arrays, by name."""
         names = {field.name for field in dataclasses.fields(cls)}
-        known = {name: array for name, array in arrays.items() if name in names}
+        fields = {name: array for name, array in arrays.items() if name in names}
         extra = {name: array for name, array in arrays.items() if name not in names}
-        return cls(**known, extra=extra)
+        return cls(**fields, extra=extra)

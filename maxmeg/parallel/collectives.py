@@ -157,9 +157,9 @@ def gathered_dim(parameter) -> int | None:
 
 def has_sharded(tree) -> bool:
     """Whether fsdp shards a variable of `tree`."""
-    found: list[int] = []
-    _map_sharded(lambda node, dim: found.append(dim), tree)
-    return bool(found)
+    dims: list[int] = []
+    _map_sharded(lambda node, dim: dims.append(dim), tree)
+    return bool(dims)
 
 
 def gather_parameters(tree):

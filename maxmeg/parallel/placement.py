@@ -104,9 +104,9 @@ def place(local: np.ndarray, rows: LocalRows, mesh: Mesh, batch_size: int) -> ja
 
     def piece(index):
         columns = np.arange(width)[index[1]]
-        wanted = np.arange(microbatches)[:, None] * width + columns[None]
-        held = local[np.searchsorted(numbers, wanted)]
-        return held[:, :, index[2]] if held.ndim > 2 else held
+        samples = np.arange(microbatches)[:, None] * width + columns[None]
+        block = local[np.searchsorted(numbers, samples)]
+        return block[:, :, index[2]] if block.ndim > 2 else block
 
     sharding = NamedSharding(mesh, batch_spec(len(shape)))
     return jax.make_array_from_callback(shape, sharding, piece)

@@ -110,8 +110,8 @@ def zero1_cut(variable: nnx.Variable, mesh: Mesh | AbstractMesh) -> Cut | None:
         return None
     names, sliced = logical_axes(variable), kv_slice(variable, mesh)
     shards = mesh_axes(variable, mesh)
-    used = {axis for axes in shards for axis in axes}
-    free = [axis for axis in ZERO1_AXES if axis not in used and mesh.shape[axis] > 1]
+    shard_axes = {axis for axes in shards for axis in axes}
+    free = [axis for axis in ZERO1_AXES if axis not in shard_axes and mesh.shape[axis] > 1]
     subsets = [c for n in range(1, len(free) + 1) for c in itertools.combinations(free, n)]
 
     def devices(axes: tuple[str, ...]) -> int:
@@ -195,8 +195,8 @@ def reductions(model, mesh: Mesh, zero1: bool):
 def reduction(variable: nnx.Variable, mesh: Mesh | AbstractMesh, zero1: bool) -> Reduction:
     """The Reduction of a parameter."""
     cut = zero1_cut(variable, mesh) if zero1 else None
-    used = {axis for axes in storage_axes(variable, mesh, zero1) for axis in axes}
-    summed = tuple(axis for axis in MESH_AXES if axis not in used)
+    shard_axes = {axis for axes in storage_axes(variable, mesh, zero1) for axis in axes}
+    summed = tuple(axis for axis in MESH_AXES if axis not in shard_axes)
     about, sliced = info(variable), kv_slice(variable, mesh)
     return Reduction(cut, summed, about.gradient_dtype, about.is_exact, sliced)
 

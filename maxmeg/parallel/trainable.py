@@ -31,14 +31,14 @@ def saved(tree):
     return part(tree, lambda variable: not info(variable).frozen, others=True)
 
 
-def part(tree, wanted: Callable, others: bool):
-    """`tree` with only the variables that `wanted` accepts. others: keep arrays that are not in a
+def part(tree, accepts: Callable, others: bool):
+    """`tree` with only the variables that `accepts` allows. others: keep arrays that are not in a
     variable."""
 
     def one(node):
         if not is_variable(node):
             return node if others else None
-        return node if wanted(node) else node.replace(None)
+        return node if accepts(node) else node.replace(None)
 
     return jax.tree.map(one, tree, is_leaf=is_variable)
 

@@ -103,7 +103,7 @@ def run_pipeline(program: Program, table: Table, layout: Layout):
         ends = (first == 0, stop == table.ticks)
         tick = functools.partial(executor.tick, lanes, always, ends)
         carry, _ = lax.scan(tick, carry, rows)
-    return (carry.outer, executor.settled(carry)), carry.sums, carry.aux
+    return (carry.outer, executor.finished_gradients(carry)), carry.sums, carry.aux
 
 
 def work_of(lane: Lane, first: int, stop: int) -> Work:
@@ -188,13 +188,13 @@ class Executor:
         entered = [group.enter_last_tick(sums, carry.dy) for group, sums in groups]
         return carry._replace(groups=entered)
 
-    def settled(self, carry: Carry) -> list:
+    def finished_gradients(self, carry: Carry) -> list:
         """The gradients of each group after the last tick."""
-        settled = []
+        gradients = []
         for group, sums in zip(self.gradients, carry.groups, strict=True):
             waiting = ordering.after(sums.waiting, carry.dy)
-            settled.append(group.settled(sums._replace(waiting=waiting)))
-        return settled
+            gradients.append(group.finished_gradients(sums._replace(waiting=waiting)))
+        return gradients
 
     def empty(self, g: int, shapes, size: int) -> list:
         """A ring for `shapes` of each place of a chunk, `size` of each: [size, slots, ...], or
@@ -255,8 +255,8 @@ class Executor:
                 if not self.vjps:
                     return y, ring, total, weights
                 ring, layer = write_ring(ring, residuals, local.slot, slot), self.layers[g][place]
-                used = (local.microbatch >= 0) & (layer >= 0)
-                aux = choose(used, aux, start_values(aux))
+                is_real = (local.microbatch >= 0) & (layer >= 0)
+                aux = choose(is_real, aux, start_values(aux))
                 return y, ring, combine_at(total, aux, jnp.maximum(layer - first, 0)), weights
 
             weights = carry.weights[g]
@@ -277,7 +277,7 @@ class Executor:
         With a weight lane, store the inputs of that lane instead of weight gradients.
         """
         local, dx, outs = self.local(work), carry.dy, list(carry.deferred or carry.groups)
-        shared, made = self.shared(local.microbatch), []
+        shared, outputs = self.shared(local.microbatch), []
         if loss_dy is not None:
             at_end = (self.stage == self.last) & (local.chunk == self.table.chunks - 1)
             dx = loss_dy if self.alone else choose(at_end, loss_dy, dx)
@@ -295,14 +295,14 @@ class Executor:
                     return vjp.backward(residuals, params, constants, dy)[::-1]
 
                 dx, values = self.if_held(g, place, run, dy)
-                made.extend([] if self.has_cuts or self.looped[g] else jax.tree.leaves(values))
+                outputs.extend([] if self.has_cuts or self.looped[g] else jax.tree.leaves(values))
                 if isinstance(vjp, SplitVjp):
                     return dx, write_ring(out, values, local.deferred, slot)
                 return dx, self.add(g, out, place, values, local, last)
 
             dx, outs[g] = self.loop(g, local, body, (dx, outs[g]), reverse=True)
         outer = self.embed_backward(carry.outer, dx, work)
-        ended = never((dx, made)).astype(jnp.int32) if self.alone else carry.ended
+        ended = never((dx, outputs)).astype(jnp.int32) if self.alone else carry.ended
         carry = carry._replace(dy=self.send(dx, -1), outer=outer, ended=ended)
         return carry._replace(deferred=outs) if carry.deferred else carry._replace(groups=outs)
 

@@ -80,7 +80,7 @@ class GroupGradients:
                 rows = self.with_shards(rows, place + chunk * self.slots, scatter_layer)
         return Sums(rows, (jnp.int32(place), ends))
 
-    def settled(self, sums: Sums):
+    def finished_gradients(self, sums: Sums):
         """The gradients of the group after the last tick."""
         if sums.waiting is None:
             return sums.rows
@@ -140,9 +140,9 @@ class GroupGradients:
 
     def accumulated(self, rows, place, gradients):
         """`rows` with gradients added at a place. Where a gradient is None, its row stays."""
-        kept = without(rows, gradients)
+        rest = without(rows, gradients)
         add = write if self.once else combine_at
-        return joined(add(without(rows, kept), gradients, place), kept)
+        return joined(add(without(rows, rest), gradients, place), rest)
 
 
 def _is_absent(leaf) -> bool:

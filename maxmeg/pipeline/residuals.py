@@ -34,8 +34,8 @@ class UnitVjp:
             lambda params, x: self.function(params, x, constants), params, x, has_aux=True
         )
         leaves, structure = jax.tree.flatten(pull)
-        known = jax.tree.leaves((params, constants))
-        sources = [next((i for i, k in enumerate(known) if k is leaf), None) for leaf in leaves]
+        inputs = jax.tree.leaves((params, constants))
+        sources = [next((i for i, k in enumerate(inputs) if k is leaf), None) for leaf in leaves]
         if self.structure is None:
             self.structure, self.sources = structure, sources
         assert sources == self.sources  # every trace stores the same residuals
@@ -43,8 +43,8 @@ class UnitVjp:
 
     def backward(self, residuals: Arrays, params, constants, dy):
         """(gradients of params, gradient of x)."""
-        known, kept = jax.tree.leaves((params, constants)), iter(residuals)
-        leaves = [next(kept) if i is None else known[i] for i in self.sources]
+        inputs, values = jax.tree.leaves((params, constants)), iter(residuals)
+        leaves = [next(values) if i is None else inputs[i] for i in self.sources]
         assert self.structure is not None
         return jax.tree.unflatten(self.structure, leaves)(dy)
 
@@ -54,13 +54,13 @@ def check_offloaded(names: frozenset[str], vjps: list[UnitVjp], inputs: list, x)
     constants) of each vjp; x: the hidden states; all abstract."""
     if not vjps or not names:
         return
-    there = set[str]()
+    stored = set[str]()
     for vjp, (params, constants) in zip(vjps, inputs, strict=True):
-        there |= activation_names(jax.make_jaxpr(vjp.forward)(params, x, constants).jaxpr)
-    if names - there:
+        stored |= activation_names(jax.make_jaxpr(vjp.forward)(params, x, constants).jaxpr)
+    if names - stored:
         raise ValueError(
-            f"model.recompute offloads {', '.join(sorted(names - there))}, which no layer of this "
-            f"model stores: choose from {', '.join(sorted(there & set(NAMES)))}"
+            f"model.recompute offloads {', '.join(sorted(names - stored))}, which no layer of "
+            f"this model stores: choose from {', '.join(sorted(stored & set(NAMES)))}"
         )
 
 

@@ -61,53 +61,53 @@ class SplitVjp(UnitVjp):
     def backward_input(self, residuals: Arrays, params, constants, dy) -> tuple:
         """(gradient of x, values for backward_weight)."""
         values = jax.tree.leaves((residuals, params, constants, dy))
-        known = self.bound(values)
-        run(self.first, known)
-        dx = [value(v, known) for v in self.jaxpr.outvars[-self.x_tree.num_leaves :]]
-        return jax.tree.unflatten(self.x_tree, dx), [known[v] for v in self.stored]
+        env = self.bound(values)
+        run(self.first, env)
+        dx = [value(v, env) for v in self.jaxpr.outvars[-self.x_tree.num_leaves :]]
+        return jax.tree.unflatten(self.x_tree, dx), [env[v] for v in self.stored]
 
     def backward_weight(self, residuals: Arrays, params, constants, deferred: Arrays):
         """Gradients of params."""
         values = jax.tree.leaves((residuals, params, constants))
-        known = self.bound(values) | dict(zip(self.stored, deferred, strict=True))
-        run(self.second, known)
-        gradients = [value(v, known) for v in self.jaxpr.outvars[: -self.x_tree.num_leaves]]
+        env = self.bound(values) | dict(zip(self.stored, deferred, strict=True))
+        run(self.second, env)
+        gradients = [value(v, env) for v in self.jaxpr.outvars[: -self.x_tree.num_leaves]]
         return jax.tree.unflatten(self.params_tree, gradients)
 
     def bound(self, values: list) -> dict:
-        known = dict(zip(self.jaxpr.constvars, self.consts, strict=True))
-        return known | dict(zip(self.jaxpr.invars, values, strict=False))
+        env = dict(zip(self.jaxpr.constvars, self.consts, strict=True))
+        return env | dict(zip(self.jaxpr.invars, values, strict=False))
 
 
-def value(variable, known: dict):
-    return variable.val if isinstance(variable, Literal) else known[variable]
+def value(variable, env: dict):
+    return variable.val if isinstance(variable, Literal) else env[variable]
 
 
-def run(equations, known: dict) -> None:
-    """Evaluate `equations` in order, adding their results to `known`."""
+def run(equations, env: dict) -> None:
+    """Evaluate `equations` in order, adding their results to `env`."""
     for equation in equations:
-        inputs = [value(v, known) for v in equation.invars]
+        inputs = [value(v, env) for v in equation.invars]
         settings = equation.primitive.get_bind_params(equation.params)
         outputs = equation.primitive.bind(*inputs, **settings)
         if not equation.primitive.multiple_results:
             outputs = [outputs]
-        known |= dict(zip(equation.outvars, outputs, strict=True))
+        env |= dict(zip(equation.outvars, outputs, strict=True))
 
 
 def inlined(jaxpr, consts, values) -> list:
     """Evaluate a jaxpr with its nested calls inlined. Returns its outputs."""
-    known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))
     for equation in jaxpr.eqns:
         inner = next((equation.params[k] for k in NESTED if k in equation.params), None)
         if inner is None or equation.primitive.name not in INLINED:
-            run([equation], known)
+            run([equation], env)
             continue
         closed = hasattr(inner, "consts")
-        inputs = [value(v, known) for v in equation.invars]
+        inputs = [value(v, env) for v in equation.invars]
         nested = inner.jaxpr if closed else inner
         outputs = inlined(nested, inner.consts if closed else (), inputs)
-        known |= dict(zip(equation.outvars, outputs, strict=True))
-    return [value(v, known) for v in jaxpr.outvars]
+        env |= dict(zip(equation.outvars, outputs, strict=True))
+    return [value(v, env) for v in jaxpr.outvars]
 
 
 def variables(atoms) -> list:
@@ -124,13 +124,13 @@ def divide(jaxpr, count: int = 1) -> tuple[list, list, list]:
     first = depended_on(jaxpr.eqns, dx)
     rest = [e for e in depended_on(jaxpr.eqns, weights) if e not in first]
     makers = {v: e for e in first for v in e.outvars} | dict.fromkeys(jaxpr.invars[-count:])
-    wanted = {v for e in rest for v in variables(e.invars)} | set(variables(weights))
-    wanted &= makers.keys()
-    stored = least_stored(wanted, makers)
-    repeated, pending = [], list(wanted - stored)
+    targets = {v for e in rest for v in variables(e.invars)} | set(variables(weights))
+    targets &= makers.keys()
+    stored = least_stored(targets, makers)
+    repeated, pending = [], list(targets - stored)
     while pending:
         maker = makers[pending.pop()]
-        assert maker is not None  # a cotangent that is wanted is stored
+        assert maker is not None  # cotangents among the targets are stored
         if maker not in repeated:
             repeated.append(maker)
             pending += [v for v in variables(maker.invars) if v in makers and v not in stored]
@@ -140,20 +140,20 @@ def divide(jaxpr, count: int = 1) -> tuple[list, list, list]:
 
 def depended_on(equations: list, outputs: list) -> list:
     """The equations that `outputs` depend on, in order."""
-    needed, selected = set(variables(outputs)), []
+    pending, selected = set(variables(outputs)), []
     for equation in reversed(equations):
-        if not needed.isdisjoint(equation.outvars):
+        if not pending.isdisjoint(equation.outvars):
             selected.append(equation)
-            needed |= set(variables(equation.invars))
+            pending |= set(variables(equation.invars))
     return selected[::-1]
 
 
-def least_stored(wanted: set, makers: dict) -> set:
-    """The variables of fewest bytes from which cheap equations compute all `wanted` ones.
+def least_stored(targets: set, makers: dict) -> set:
+    """The variables of fewest bytes from which cheap equations compute all `targets`.
 
     makers: the first lane's variables with their equations (None: its input). A minimum cut: each
     variable is an edge with its size as capacity; the source leads to the variables that must not
-    be recomputed, the wanted variables lead to the sink.
+    be recomputed, the targets lead to the sink.
     """
 
     def inputs(variable) -> list:
@@ -162,7 +162,7 @@ def least_stored(wanted: set, makers: dict) -> set:
             return [None]
         return [v for v in variables(maker.invars) if v in makers]
 
-    number, pending = {}, list(wanted)
+    number, pending = {}, list(targets)
     while pending:
         variable = pending.pop()
         if variable is not None and variable not in number:
@@ -176,7 +176,7 @@ def least_stored(wanted: set, makers: dict) -> set:
         edges[2 * i, 2 * i + 1] = min(size // GRAIN + 1, unlimited)
         for v in inputs(variable):
             edges[source if v is None else 2 * number[v] + 1, 2 * i] = unlimited
-        if variable in wanted:
+        if variable in targets:
             edges[2 * i + 1, sink] = unlimited
     if not edges:
         return set()

@@ -54,7 +54,7 @@ class Requests(RuleBasedStateMachine):
         assert [page.readers for page in self.pages.pages] == [*map(readers.count, range(COUNT))]
         used, free, unused = {*readers}, {*self.pages.free}, {*self.pages.unused}
         assert len(used) + len(free) + len(unused) == COUNT == len(used | free | unused)
-        assert unused <= {*self.pages.known.values()} <= used | unused
+        assert unused <= {*self.pages.numbers.values()} <= used | unused
 
 
 Requests.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)

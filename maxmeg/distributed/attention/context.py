@@ -109,8 +109,8 @@ def over_gathered(call: ContextCall) -> Result:
         dropout = dataclasses.replace(dropout, first_query=offset_BL)
     operands = operands._replace(offset=offset_BL, key_segments_BM=segments_BM, dropout=dropout)
     kv = call.expand(call.weights, kv_BMGI)
-    found = attention_with_lse(call.q_BLHK, *kv, call.spec, operands, backend=call.backend)
-    return output_and_largest(*found)
+    results = attention_with_lse(call.q_BLHK, *kv, call.spec, operands, backend=call.backend)
+    return output_and_largest(*results)
 
 
 def exchanged(call: ContextCall, inner: int) -> Result:
@@ -138,10 +138,10 @@ def exchanged(call: ContextCall, inner: int) -> Result:
     if nodes > 1:
         out_BLHV, largest_H = over_ring(call, inner)
     else:
-        how = call.spec, operands
+        settings = call.spec, operands
         arrays = q_BLHK, *call.expand(weights, kv_BLGI)
-        found = attention_with_lse(*arrays, *how, backend=call.backend)
-        out_BLHV, largest_H = output_and_largest(*found)
+        results = attention_with_lse(*arrays, *settings, backend=call.backend)
+        out_BLHV, largest_H = output_and_largest(*results)
     out_BLHV = collectives.exchange(out_of_order(out_BLHV, inner), CONTEXT_AXES, 1, 2, groups)
     return out_BLHV, among_heads(largest_H, number * heads, heads * inner)
 

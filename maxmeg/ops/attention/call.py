@@ -162,14 +162,14 @@ def xla_words(call: tuple, reason: str, device: Device) -> str:
     (B, L, H), M = q_BLHK.shape[:3], k_BMGK.shape[1]
     computed = attention_xla.computed_pairs(L, M, spec, operands.offset)
     size = attention_xla.score_bytes(B * H, computed)
-    more = computed / max(attention_xla.visible_pairs(L, M, spec, operands.offset), 1)
+    ratio = computed / max(attention_xla.visible_pairs(L, M, spec, operands.offset), 1)
     able = [name for name in UNMEASURED if not BACKENDS[name].refuses(*call, device)]
     words = (
         f"attention runs in plain XLA on the GPU, which writes its scores to memory ({reason}). "
         f"In every such layer and microbatch, forward writes and reads a float32 score matrix of "
         f"{size / GB:,.3g} GB per device ({B:,} x {H:,} heads x {L:,} queries x {computed // L:,} "
         f"keys on average) about {attention_xla.SCORE_PASSES} times, and multiplies "
-        f"{more:.3g} times as many pairs as the mask keeps"
+        f"{ratio:.3g} times as many pairs as the mask keeps"
     )
     words += ", and those between documents" * (operands.segments_BL is not None)
     if able:

@@ -118,9 +118,9 @@ def refuses_mask(
 
 def refuses_rules() -> str:
     """Why jax's rules for forward and backward cannot be called; empty if they are known."""
-    known = {*RULE_SETTINGS, *RULE_ARRAYS, "res", "grad_output"}
+    names = {*RULE_SETTINGS, *RULE_ARRAYS, "res", "grad_output"}
     rules = (fused._dot_product_attention_fwd_rule, fused._dot_product_attention_bwd_rule)
-    unknown = {n for rule in rules for n in inspect.signature(rule).parameters if n not in known}
+    unknown = {n for rule in rules for n in inspect.signature(rule).parameters if n not in names}
     if unknown:
         return f"jax {jax.__version__} calls cuDNN with unknown settings {', '.join(unknown)}"
     return ""
@@ -333,8 +333,8 @@ def gradients_by_rule(spec: ScoreSpec, call: tuple, out_BLHV, lse_BLH, d_out_BLH
     saved = [arrays[name] for name in inspect.signature(rule).parameters if name in arrays]
     residuals = (*saved, jnp.swapaxes(lse_BLH, 1, 2), out_BLHV)
     settings = rule_settings(spec, call[3] is not None) | {"return_residual": False}
-    given = {"res": residuals, "grad_output": d_out_BLHV} | settings
-    return tuple(call_rule(fused._dot_product_attention_bwd_rule, given)[:3])
+    arguments = {"res": residuals, "grad_output": d_out_BLHV} | settings
+    return tuple(call_rule(fused._dot_product_attention_bwd_rule, arguments)[:3])
 
 
 def rule_arrays(q_BLHK, k_BMGK, v_BMGV, bias_B1LM) -> dict[str, Any]:
@@ -357,9 +357,9 @@ def rule_settings(spec: ScoreSpec, has_bias: bool) -> dict[str, Any]:
     }
 
 
-def call_rule(rule, given: dict[str, Any]):
-    """rule(...) with those of `given` that it takes, by position."""
-    return rule(*[given[name] for name in inspect.signature(rule).parameters])
+def call_rule(rule, arguments: dict[str, Any]):
+    """rule(...) with those of `arguments` that it takes, by position."""
+    return rule(*[arguments[name] for name in inspect.signature(rule).parameters])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

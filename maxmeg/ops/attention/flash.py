@@ -20,8 +20,8 @@ def flash(kernel: Callable, q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: O
     """
     intervals = kernel_module("intervals")
     queries, keys = operands.segments_BL, operands.key_segments_BM
-    kept = [field.name for field in dataclasses.fields(intervals.FlashSpec)]
-    settings = {name: value for name, value in vars(spec).items() if name in kept}
+    names = [field.name for field in dataclasses.fields(intervals.FlashSpec)]
+    settings = {name: value for name, value in vars(spec).items() if name in names}
     flash_spec = intervals.FlashSpec(**settings, segments=queries is not None)
     ids = {"query_segments_BL": queries, "key_segments_BM": keys}
     call = functools.partial(kernel, spec=flash_spec, offset=operands.offset, **ids)

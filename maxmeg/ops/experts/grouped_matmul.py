@@ -175,11 +175,11 @@ def product_backward(recipe, backend, residuals, slope_TF):
     if recipe is None:
         x_slope_TD = BACKENDS[backend].rows(slope_TF, w_EDF, sizes_E, (), "NK")
         return x_slope_TD, BACKENDS[backend].weights(x, slope_TF, sizes_E, ()), *rest
-    how = recipe, backend, slope_TF.dtype
+    settings = recipe, backend, slope_TF.dtype
     rows = in_rows(slope_TF, recipe, recipe.backward)
-    x_slope_TD = multiply(rows, codes[-1], sizes_E, "NK", *how)
+    x_slope_TD = multiply(rows, codes[-1], sizes_E, "NK", *settings)
     columns = in_columns(slope_TF, sizes_E, recipe, recipe.backward)
-    return x_slope_TD, multiply_columns(x, columns, sizes_E, *how), *rest
+    return x_slope_TD, multiply_columns(x, columns, sizes_E, *settings), *rest
 
 
 product.defvjp(product_forward, product_backward)

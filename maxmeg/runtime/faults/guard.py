@@ -25,7 +25,7 @@ class NonFiniteLoss(FloatingPointError):
         super().__init__(
             f"{f'steps {first} to {last} were' if first < last else f'step {last} was'} skipped: "
             f"{values} is not finite (train.max_skipped_steps={len(steps)} in a row). Parameters "
-            f"are those before step {first}; the batches hold samples {shown(samples)}: inspect "
+            f"are those before step {first}; the batches hold samples {excerpt(samples)}: inspect "
             "these, or resume from the last checkpoint with a lower optim.lr or a longer warm-up"
         )
 
@@ -67,7 +67,7 @@ class Guard:
         log.warning(
             "step %d was skipped: %s is not finite; parameters and optimizer are unchanged. Its "
             "batch holds samples %s",
-            *(step, values, shown(self._samples_of(step))),
+            *(step, values, excerpt(self._samples_of(step))),
         )
 
     def hook(self) -> Hook:
@@ -82,11 +82,11 @@ class Guard:
                 "step %d: the loss %.4g is %.1f standard deviations above the mean %.4g of the "
                 "last %d steps. Its batch holds samples %s",
                 *(step, loss, (loss - mean) / deviation, mean, len(self._losses)),
-                shown(self._samples_of(step)),
+                excerpt(self._samples_of(step)),
             )
 
 
-def shown(samples: Sequence[int]) -> str:
+def excerpt(samples: Sequence[int]) -> str:
     """ "16, 17, 18", cut after the first SHOWN_SAMPLES."""
     hidden = len(samples) - SHOWN_SAMPLES
     return ", ".join(map(str, samples[:SHOWN_SAMPLES])) + (

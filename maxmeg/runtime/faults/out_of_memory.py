@@ -55,9 +55,9 @@ def check_memory(config: Config) -> None:
     planned = planned_memory(config, jax.device_count())
     if planned is None or memory_limit() is not None:
         return
-    needed = sum(planned.values()) * jax.local_device_count()
-    if needed > host_memory():
-        raise MemoryError(f"a step needs about {memory_size(needed)}, by the planner")
+    estimate = sum(planned.values()) * jax.local_device_count()
+    if estimate > host_memory():
+        raise MemoryError(f"a step needs about {memory_size(estimate)}, by the planner")
 
 
 def explanation(error: BaseException, argument: Any, remedies: str) -> str:

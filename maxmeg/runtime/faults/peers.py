@@ -73,7 +73,7 @@ class Peers:
         self.interval = min(INTERVAL, silence / 4) if silence else INTERVAL
         self._moved = dict.fromkeys(self._watched(), clock.now)  # when a heartbeat was new
         self._beats: dict[int, int] = {}  # the newest heartbeat of every process
-        self._gone: dict[int, float] = {}  # when a process on this host was first found dead
+        self._deaths: dict[int, float] = {}  # when a process on this host was first found dead
         self._checked = 0.0
         self._answered = clock.now  # time of the coordinator's last answer
         self._thread = threading.Thread(target=self._exchange, name="peers", daemon=True)
@@ -172,7 +172,7 @@ class Peers:
         seconds = now - self._moved[index]
         state = _state(self.statuses.get(index, {}))
         if state == "gone":
-            if now - self._gone.setdefault(index, now) < 1.5 * GRACE:
+            if now - self._deaths.setdefault(index, now) < 1.5 * GRACE:
                 return ""  # its own failure may not have arrived yet
             return f"{self._describe(index)} was killed or has crashed"
         # A process on this host that runs without heartbeats has the limits of its own watchdog.

@@ -50,8 +50,8 @@ def print_memory(compiled: jax.stages.Compiled) -> None:
         "state": stats.argument_size_in_bytes,
         "temporaries": stats.temp_size_in_bytes + outputs,
     }
-    shown = ", ".join(f"{name} {memory_size(size)}" for name, size in parts.items())
-    say(f"{memory_size(sum(parts.values()))} per device: {shown}", "compiled")
+    details = ", ".join(f"{name} {memory_size(size)}" for name, size in parts.items())
+    say(f"{memory_size(sum(parts.values()))} per device: {details}", "compiled")
 
 
 def memory_limit(devices: Sequence | None = None) -> int | None:

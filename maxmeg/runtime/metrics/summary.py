@@ -82,10 +82,10 @@ def memory_words(config: Config, state) -> str:
     words += f" ({', '.join(notes)})" if notes else ""
     planned, limit = planned_memory(config, jax.device_count()), memory_limit()
     if planned:
-        needed = sum(planned.values())
-        words += f", step ~{memory_size(needed)}"
+        estimate = sum(planned.values())
+        words += f", step ~{memory_size(estimate)}"
         if limit:
-            words += ", more than the pool" * (needed > limit) + f" of {memory_size(limit)}"
+            words += ", more than the pool" * (estimate > limit) + f" of {memory_size(limit)}"
     return f"{words} per device"
 
 
