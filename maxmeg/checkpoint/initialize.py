@@ -149,7 +149,7 @@ def initial_model(
     tokenizer: as for `check_initial`, which raises a ValueError for another model.
     """
     saved = check_initial(config, source.manifest(step), tokenizer)
-    wanted, layout = to_arrays({"model": part}), part.stack.layout
+    targets, layout = to_arrays({"model": part}), part.stack.layout
     is_twice = begins_twice(saved, config.model)
 
     def take(name: str, like: jax.ShapeDtypeStruct, orders=None) -> jax.Array:
@@ -182,7 +182,7 @@ def initial_model(
         read = Upcycling(saved, config.model, layout, take, noise, config.seed).take
     elif config.model.groups != saved.groups:
         read = Regrouping(saved, config.model, layout, take).take
-    arrays = {name: read(name, like) for name, like in wanted.items()}
+    arrays = {name: read(name, like) for name, like in targets.items()}
     return from_tree(nested(arrays), {"model": part})["model"]
 
 

@@ -202,10 +202,10 @@ def tensor_of(name: str, tensors: Mapping[str, Tensor]) -> str:
     return path if path in tensors else ""
 
 
-def _held(folder: Path, manifest: Manifest, name: str) -> str:
+def _location(folder: Path, manifest: Manifest, name: str) -> str:
     path = tensor_of(name, manifest.tensors)
-    held = f"of tensor {path}" if path else "which describes all tensors,"
-    return f"file {folder / name} {held}"
+    subject = f"of tensor {path}" if path else "which describes all tensors,"
+    return f"file {folder / name} {subject}"
 
 
 def verify_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
@@ -223,7 +223,7 @@ def verify_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None
             if now == (size, crc):
                 return ""
             difference = f"has CRC-32 {now[1]} and {now[0]} bytes instead of {crc} and {size}"
-        return f"{_held(folder, manifest, name)} {difference}"
+        return f"{_location(folder, manifest, name)} {difference}"
 
     with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         problems = [text for text in pool.map(problem, names) if text]
@@ -237,9 +237,9 @@ def verify_sizes(folder: Path, manifest: Manifest, names: Iterable[str]) -> None
     sizes = sizes_of(folder, names)
 
     def problem(name: str) -> str:
-        size, wanted = sizes.get(name), manifest.files[name][0]
-        difference = "is missing" if size is None else f"has {size} bytes, not {wanted}"
-        return "" if size == wanted else f"{_held(folder, manifest, name)} {difference}"
+        size, expected_size = sizes.get(name), manifest.files[name][0]
+        difference = "is missing" if size is None else f"has {size} bytes, not {expected_size}"
+        return "" if size == expected_size else f"{_location(folder, manifest, name)} {difference}"
 
     if problems := [text for text in map(problem, names) if text]:
         raise CorruptCheckpointError(some(problems, "; "))

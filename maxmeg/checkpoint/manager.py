@@ -237,17 +237,17 @@ class Checkpointer:
         """
         self.wait()
         folder, manifest = self.find(step)
-        wanted = integrity.flatten(abstract_tree)
+        like = integrity.flatten(abstract_tree)
         resizable, orders = resizable or {}, orders or {}
-        check_tree(manifest, wanted, resizable, orders, partial)
-        names = [n for n in manifest.files if integrity.tensor_of(n, manifest.tensors) in wanted]
+        check_tree(manifest, like, resizable, orders, partial)
+        names = [n for n in manifest.files if integrity.tensor_of(n, manifest.tensors) in like]
         names += [name for name in manifest.files if name == f"{ARRAYS}/{storage.TREE}"]
         share = names[self.processes.index :: self.processes.count]
         described = [name for name in share if storage.describes(name)]
         try:
             self._together("sizes", lambda: integrity.verify_sizes(folder, manifest, share))
             self._together("describe", lambda: integrity.verify_files(folder, manifest, described))
-            leaves = read_tree(folder / ARRAYS, manifest, wanted, resizable, orders, self._together)
+            leaves = read_tree(folder / ARRAYS, manifest, like, resizable, orders, self._together)
         except CorruptCheckpointError:  # checksums name the damaged file
             self._together("verify", lambda: integrity.verify_files(folder, manifest, share))
             raise

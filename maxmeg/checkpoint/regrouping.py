@@ -24,13 +24,13 @@ STACKED = re.compile(r"^model\.stack\.groups\.(\d+)\.sublayers\.(\d+)\.(.*)$")
 
 @dataclasses.dataclass(frozen=True)
 class Regrouping:
-    """Reads the layers of the model `saved` into the groups of `wanted`, in `layout`'s order.
+    """Reads the layers of the model `saved` into the groups of `new`, in `layout`'s order.
 
-    If `wanted` is a biencoder with two encoders and `saved` has one, each reads all its layers.
+    If `new` is a biencoder with two encoders and `saved` has one, each reads all its layers.
     """
 
     saved: ModelConfig
-    wanted: ModelConfig
+    new: ModelConfig
     layout: Layout
     read: Read
 
@@ -40,10 +40,10 @@ class Regrouping:
         if not (match := STACKED.match(name)):
             return self.read(name, like)
         group, sublayer, rest = int(match[1]), int(match[2]), match[3]
-        kinds = self.wanted.layer_kinds
+        kinds = self.new.layer_kinds
         layers = [
             (layer, sublayer - place.sublayer)
-            for layer, place in enumerate(places(self.wanted.groups))
+            for layer, place in enumerate(places(self.new.groups))
             if place.group == group and 0 <= sublayer - place.sublayer < len(kinds[layer])
         ]
         rows = [layers[n] if n >= 0 else None for n in self.layout.orders[group]]

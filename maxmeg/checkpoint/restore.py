@@ -13,33 +13,33 @@ from maxmeg.checkpoint.integrity import Manifest, some
 from maxmeg.checkpoint.storage import Order, disk_shape
 from maxmeg.processes.host import to_device
 
-Wanted = Mapping[str, jax.ShapeDtypeStruct]
+Targets = Mapping[str, jax.ShapeDtypeStruct]
 HISTORY = "history"  # tensors of delayed scaling, which earlier versions saved and no run reads
 
 
 def check_tree(
     manifest: Manifest,
-    wanted: Wanted,
+    targets: Targets,
     resizable: Mapping[str, int],
     orders: Mapping[str, Order],
     partial: bool,
 ) -> None:
-    """Raise ValueError naming the tensors in which the checkpoint and the wanted tree differ."""
+    """Raise ValueError naming the tensors in which the checkpoint and the tree differ."""
     where = f"the checkpoint of step {manifest.step}"
-    absent = [path for path in wanted if path not in manifest.tensors]
+    absent = [path for path in targets if path not in manifest.tensors]
     if absent:
         raise ValueError(
             f"{len(absent)} tensors are not in {where}: {some(absent)}; choose the architecture"
             " and optimizer that it was saved with"
         )
-    others = [path for path in manifest.tensors if path not in wanted]
+    others = [path for path in manifest.tensors if path not in targets]
     extra = [path for path in others if not path.startswith(f"{HISTORY}/")]
     if extra and not partial:
         raise ValueError(
             f"{where} has {len(extra)} unexpected tensors: {some(extra)}; choose the"
             " architecture and optimizer that it was saved with, or restore with partial=True"
         )
-    for path, leaf in wanted.items():
+    for path, leaf in targets.items():
         stored = manifest.tensors[path]
         if stored.dtype != str(leaf.dtype):
             raise ValueError(
@@ -54,10 +54,10 @@ def check_tree(
             )
 
 
-def _resizes(stored: tuple[int, ...], wanted: tuple[int, ...], axis: int | None) -> bool:
-    if axis is None or len(stored) != len(wanted):
+def _resizes(stored: tuple[int, ...], target: tuple[int, ...], axis: int | None) -> bool:
+    if axis is None or len(stored) != len(target):
         return False
-    return all(a == b for i, (a, b) in enumerate(zip(stored, wanted, strict=True)) if i != axis)
+    return all(a == b for i, (a, b) in enumerate(zip(stored, target, strict=True)) if i != axis)
 
 
 def target_of(leaf: jax.ShapeDtypeStruct) -> Any:
@@ -110,7 +110,7 @@ def _resize(x: jax.Array, leaf: jax.ShapeDtypeStruct, axis: int, path: str) -> j
 def read_tree(
     folder: Path,
     manifest: Manifest,
-    wanted: Wanted,
+    targets: Targets,
     resizable: Mapping[str, int],
     orders: Mapping[str, Order],
     together: Callable[[str, Callable[[], Any]], Any],
@@ -122,11 +122,11 @@ def read_tree(
         sharding = _sharding(leaf, shape, resizable.get(path))
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
-    on_disk = {path: stored(path, leaf) for path, leaf in wanted.items()}
+    on_disk = {path: stored(path, leaf) for path, leaf in targets.items()}
     leaves = together("read", lambda: storage.read(folder, on_disk, orders))
     digests = integrity.finish_digests(integrity.start_digests(leaves, orders))
     integrity.verify_digests(folder, manifest, digests)
-    for path, leaf in wanted.items():
+    for path, leaf in targets.items():
         if leaves[path].shape != leaf.shape:
             leaves[path] = _resize(leaves[path], leaf, resizable[path], path)
     return leaves

@@ -76,11 +76,11 @@ def resume(
 
     def use(step: int, manifest: Manifest) -> tuple[int, TrainState, dict[str, typing.Any]]:
         check(config, manifest, abstract, tokenizer)
-        found = restore(source, step, as_saved(config, abstract, manifest))
-        found = from_disk(found, saved_moments(manifest), config.optim, abstract)
-        found = with_scaler_of(found, config, abstract)
-        found = with_average(found, abstract)
-        return step, found, manifest.metadata
+        state = restore(source, step, as_saved(config, abstract, manifest))
+        state = from_disk(state, saved_moments(manifest), config.optim, abstract)
+        state = with_scaler_of(state, config, abstract)
+        state = with_average(state, abstract)
+        return step, state, manifest.metadata
 
     restored = source.latest(use)
     assert restored is not None  # process 0 has found a checkpoint

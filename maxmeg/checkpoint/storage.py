@@ -161,11 +161,11 @@ def _divided(array: jax.Array, ordered: bool) -> NamedSharding | None:
         return None
     spec = (*sharding.spec, *[None] * (array.ndim - len(sharding.spec)))
     names = [(entry,) if isinstance(entry, str) else (*(entry or ()),) for entry in spec]
-    used, shape = {*itertools.chain(*names)}, [*sharding.shard_shape(array.shape)]
+    axes, shape = {*itertools.chain(*names)}, [*sharding.shard_shape(array.shape)]
     for name, size in sharding.mesh.shape.items():
         enough = math.prod(shape) * array.dtype.itemsize >= size * MIN_REPLICA_BYTES
         dims = (i for i in range(int(ordered), array.ndim) if shape[i] % size == 0)
-        if size > 1 and name not in used and enough and (dim := next(dims, None)) is not None:
+        if size > 1 and name not in axes and enough and (dim := next(dims, None)) is not None:
             names[dim] += (name,)
             shape[dim] //= size
     changed = shape != [*sharding.shard_shape(array.shape)]
@@ -363,22 +363,22 @@ def read_block(array: Any, ranges: Sequence[slice], order: Order | None = None) 
     layers = np.array(order[ranges[0]])
     shape = (len(layers), *(r.stop - r.start for r in ranges[1:]))
     block = np.zeros(shape, array.dtype.numpy_dtype)
-    if (held := layers >= 0).any():
-        part = array.vindex[layers[held]][(slice(None), *ranges[1:])]
-        block[held] = checked(part.read(), tensor)
+    if (is_layer := layers >= 0).any():
+        part = array.vindex[layers[is_layer]][(slice(None), *ranges[1:])]
+        block[is_layer] = checked(part.read(), tensor)
     return block
 
 
 def read(
-    folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct], orders: Mapping[str, Order]
+    folder: Path, targets: Mapping[str, jax.ShapeDtypeStruct], orders: Mapping[str, Order]
 ) -> dict[str, jax.Array]:
-    """Read tensors with the shapes and shardings of `wanted`.
+    """Read tensors with the shapes and shardings of `targets`.
 
     The rows of a tensor in `orders` hold the layers in that order; padding is zero.
     """
 
     def one(path: str) -> jax.Array:
-        leaf, order = wanted[path], orders.get(path)
+        leaf, order = targets[path], orders.get(path)
         array = open_array(folder, path, info_of(leaf, order))
         assert leaf.sharding is not None
         blocks, arrays = {}, []
@@ -394,7 +394,7 @@ def read(
             arrays.append(jax.device_put(blocks[key], memory))
         return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, arrays)
 
-    return dict(zip(wanted, in_threads(one, list(wanted)), strict=True))
+    return dict(zip(targets, in_threads(one, list(targets)), strict=True))
 
 
 def in_threads(function: Callable[[T], U], items: Sequence[T]) -> list[U]:

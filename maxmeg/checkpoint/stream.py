@@ -152,7 +152,7 @@ class StreamWriter:
         _check_index(path, info, index)
         done = self._written[path]
         if index in done or any(len(other) != len(index) for other in itertools.islice(done, 1)):
-            piece = f"entry {_shown(index)}" if index else "as a whole"
+            piece = f"entry {_bracketed(index)}" if index else "as a whole"
             raise ValueError(f"tensor {path}, {piece}, is written twice: write each piece once")
         done.add(index)
         return info
@@ -300,7 +300,7 @@ def as_index(index: Index | int | None) -> Index:
 def _check_index(path: str, info: TensorInfo, index: Index) -> None:
     inside = len(index) <= len(info.shape)
     if not inside or not all(0 <= i < size for i, size in zip(index, info.shape, strict=False)):
-        raise ValueError(f"tensor {path} of shape {info.shape} has no entry {_shown(index)}")
+        raise ValueError(f"tensor {path} of shape {info.shape} has no entry {_bracketed(index)}")
 
 
 def _num_pieces(info: TensorInfo, pieces: set[Index]) -> int:
@@ -308,7 +308,7 @@ def _num_pieces(info: TensorInfo, pieces: set[Index]) -> int:
     return math.prod(info.shape[: len(next(iter(pieces)))])
 
 
-def _shown(index: Index) -> str:
+def _bracketed(index: Index) -> str:
     return ", ".join(map(str, index))
 
 

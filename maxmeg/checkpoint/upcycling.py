@@ -44,7 +44,7 @@ class Upcycling(Regrouping):
 
     @property
     def slices(self) -> int:
-        return self.saved.ffn // self.wanted.expert_ffn
+        return self.saved.ffn // self.new.expert_ffn
 
     def convert(self, name: str, rows: Rows, rest: str, like: jax.ShapeDtypeStruct) -> jax.Array:
         part = rest.removeprefix("mixers.moe.")
@@ -97,7 +97,7 @@ class Upcycling(Regrouping):
         order = np.array(self.layout.orders[group]).reshape(-1, 1, 1)
 
         def draw(key):
-            stack = LM(split(key, 2)[0], self.wanted).stack
+            stack = LM(split(key, 2)[0], self.new).stack
             router = stack.groups[group].sublayers[sublayer].mixers["moe"].router[...]
             columns = router[..., : like.shape[-1] // self.slices]
             columns = jnp.where(order >= 0, columns[np.maximum(order, 0)[:, 0, 0]], 0)
@@ -107,7 +107,7 @@ class Upcycling(Regrouping):
 
     def scale(self) -> float:
         """Return the factor of the output weights of every expert."""
-        model = self.wanted
+        model = self.new
         chosen, score = model.moe.top_k, model.moe.score
         late = score is RouterScore.softmax and not model.moe.softmax_before_topk
         if (late and not model.moe.sinkhorn) or (model.moe.normalize_weights and chosen > 1):

@@ -185,8 +185,8 @@ def _section(section, values, prefix):
             if str(value) not in REMOVED[path][0].split():
                 print(removed(path), file=sys.stderr)
             continue
-        if gone := removed(f"{path}={value}"):
-            print(gone, file=sys.stderr)
+        if message := removed(f"{path}={value}"):
+            print(message, file=sys.stderr)
             value = REMOVED[f"{path}={value}"][0]
         _check_name(name, kinds, prefix)
         field = section.__dataclass_fields__[name]
@@ -240,17 +240,17 @@ def _yaml_problem(error):
 
 
 def _mapping(loader, node):
-    seen = set()
+    names = set()
     for key, _ in node.value:
         if not isinstance(key, yaml.ScalarNode):
             raise yaml.constructor.ConstructorError(
                 None, None, "the name of a field must be text", key.start_mark
             )
-        if key.value in seen:
+        if key.value in names:
             raise yaml.constructor.ConstructorError(
                 None, None, f"{key.value} is given twice", key.start_mark
             )
-        seen.add(key.value)
+        names.add(key.value)
     return loader.construct_mapping(node, deep=True)
 
 

@@ -182,8 +182,8 @@ def _unknown(flag, option_kinds, setting_kinds):
     if setting_kinds and flag in megatron:
         return f"unknown flag {flag}: here it is --{megatron[flag]}"
     path = flag.lstrip("-").removeprefix("config.")
-    if setting_kinds and (gone := removed(path)):
-        return gone
+    if setting_kinds and (message := removed(path)):
+        return message
     if inside := [name for name in setting_kinds if name.startswith(path + ".")]:
         return f"{path} is a section: set its fields, for example --{inside[0]}"
     near = nearest(path, [*option_kinds, *setting_kinds, *(["config"] if setting_kinds else [])])

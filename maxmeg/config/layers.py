@@ -92,15 +92,15 @@ def parse(pattern: str, num_layers: int) -> tuple[Layer, ...]:
     before, repeated, after = parser.stack()
     if repeated is None:
         return _counted(pattern, before, num_layers)
-    wanted = num_layers - len(before) - len(after)
-    if wanted < 1:
+    count = num_layers - len(before) - len(after)
+    if count < 1:
         raise ValueError(
             f"model.layers={pattern!r} has {len(before) + len(after)} layers beside *(...), which "
             f"must have at least one: model.num_layers={num_layers} must be at least "
             f"{len(before) + len(after) + 1}"
         )
-    times = -(-wanted // len(repeated))
-    return (*before, *(repeated * times)[:wanted], *after)
+    times = -(-count // len(repeated))
+    return (*before, *(repeated * times)[:count], *after)
 
 
 def one_layer(pattern: str) -> Layer:

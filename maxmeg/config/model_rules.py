@@ -16,13 +16,13 @@ from maxmeg.config.recompute import recompute_problems
 from maxmeg.config.recurrent_rules import delta_problems, mamba_problems
 from maxmeg.config.schema import Config
 from maxmeg.config.setting import (
+    assignment,
     bound_problems,
     check_bounds,
     declared_problems,
     divisors,
     field_of,
     get,
-    shown,
     walk,
 )
 from maxmeg.config.source import source_problems
@@ -135,7 +135,7 @@ def unread_problems(model: ModelConfig) -> Iterator[str]:
         value = get(model, group)
         leaves = list(walk(value, f"model.{group}.")) if is_dataclass(value) else []
         leaves = leaves or [(f"model.{group}", value, field_of(model, group))]
-        changed = [shown(path, leaf) for path, leaf, field in leaves if leaf != field.default]
+        changed = [assignment(path, leaf) for path, leaf, field in leaves if leaf != field.default]
         if changed:
             yield (
                 f"{', '.join(changed)}: no layer of model.layers={model.layers!r} reads "
@@ -212,7 +212,7 @@ def window_problems(model: ModelConfig) -> Iterator[str]:
     for name in OF_DECODERS if model.has_source else ():
         if value := getattr(model.attention, name):
             yield (
-                f"{shown(f'model.attention.{name}', value)} is for models without an encoder: "
+                f"{assignment(f'model.attention.{name}', value)} is for models without an encoder: "
                 "leave it out"
             )
     if base and not base >= 1:
@@ -278,7 +278,7 @@ def output_problems(model: ModelConfig) -> Iterator[str]:
     for path in OUTPUT_FIELDS:
         if (value := get(model, path)) != get(ModelConfig(), path):
             yield (
-                f"{shown(f'model.{path}', value)} has no effect with model.head.{name}, which "
+                f"{assignment(f'model.{path}', value)} has no effect with model.head.{name}, which "
                 "replaces the output weights: leave it out"
             )
     if not model.tied:
@@ -303,12 +303,12 @@ def rotary_problems(model: ModelConfig) -> Iterator[str]:
             f"model.rotary.low={rotary.low} and high={rotary.high} must be turns with "
             "0 < low < high"
         )
-    wanted = model.rotated_size // 2
+    count = model.rotated_size // 2
     for name in ("short_factors", "long_factors") if kind is RotaryScaling.longrope else ():
         values = getattr(rotary, name)
-        if len(values) != wanted or not all(value > 0 for value in values):
+        if len(values) != count or not all(value > 0 for value in values):
             yield (
-                f"model.rotary.{name} must be {wanted} positive numbers, one for each rotated "
+                f"model.rotary.{name} must be {count} positive numbers, one for each rotated "
                 f"pair; they are {len(values)}"
             )
 
@@ -330,7 +330,7 @@ def mla_problems(model: ModelConfig) -> Iterator[str]:
     ):
         if broken:
             yield (
-                f"{shown(f'model.{path}', get(model, path))} does not apply to multi-latent "
+                f"{assignment(f'model.{path}', get(model, path))} does not apply to multi-latent "
                 f"attention (mixer mla): {remedy}"
             )
 
@@ -368,8 +368,8 @@ def moe_problems(model: ModelConfig) -> Iterator[str]:
     for name, value, field in walk(moe) if moe.sinkhorn else ():
         if name in NOT_WITH_SINKHORN and value != field.default:
             yield (
-                f"{shown(f'model.moe.{name}', value)} cannot be combined with sinkhorn=True, which "
-                "balances loads and computes routing weights itself: leave one out (z_loss, "
+                f"{assignment(f'model.moe.{name}', value)} cannot be combined with sinkhorn=True, "
+                "which balances loads and computes routing weights itself: leave one out (z_loss, "
                 "jitter and scale can be combined)"
             )
 
@@ -378,7 +378,7 @@ def expert_layout_problems(config: Config) -> Iterator[str]:
     """Rules of the settings in `parallel` that concern experts."""
     parallel, plain, moe = config.parallel, ParallelConfig(), config.model.moe
     changed = [
-        shown(f"parallel.{name}", value)
+        assignment(f"parallel.{name}", value)
         for name in ("expert", "expert_tensor", "expert_exchange", "expert_buffer", "expert_nodes")
         if (value := getattr(parallel, name)) != getattr(plain, name)
     ]

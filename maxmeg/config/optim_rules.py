@@ -13,7 +13,7 @@ from maxmeg.config.schema import (
     Moments,
     Optimizer,
 )
-from maxmeg.config.setting import shown
+from maxmeg.config.setting import assignment
 
 
 def optim_problems(config: Config) -> Iterator[str]:
@@ -77,17 +77,18 @@ def qk_clip_problems(config: Config) -> Iterator[str]:
     model, clip = config.model, f"optim.qk_clip.threshold={config.optim.qk_clip.threshold}"
     if not model.has(*KINDS):
         yield f"{clip}: model.layers={model.layers} has no attention; set it to 0"
-    needed = (
+    requirements = (
         ("model.attention.qk_norm", model.attention.qk_norm, QkNorm.none),
         ("model.attention.softcap", model.attention.softcap, 0.0),
         ("model.attention.keys_as_values", model.attention.keys_as_values, False),
         ("lora.rank", config.lora.rank, 0),
     )
-    for name, value, wanted in needed:
-        if value != wanted:
+    for name, value, allowed in requirements:
+        if value != allowed:
             yield (
                 f"{clip} multiplies the weights of queries and keys, which does not scale logits "
-                f"with {shown(name, value)}: set the threshold to 0, or {shown(name, wanted)}"
+                f"with {assignment(name, value)}: set the threshold to 0, or "
+                f"{assignment(name, allowed)}"
             )
     if model.position is Position.relative:
         yield f"{clip} is not for the biases of model.position=relative: set the threshold to 0"

@@ -62,8 +62,8 @@ class Section:
     def __setattr__(self, name: str, value: typing.Any) -> None:
         kinds = fields(type(self))
         if name not in kinds:
-            if gone := removed(name):
-                raise AttributeError(gone)
+            if message := removed(name):
+                raise AttributeError(message)
             near = nearest(name, [*kinds, *SYNONYMS])
             hint = f"did you mean {near}?" if near else "docs/config.md lists all fields"
             raise AttributeError(f"{type(self).__name__} has no field {name!r}: {hint}")
@@ -171,7 +171,7 @@ def walk(
             yield from walk(value, f"{path}.")
 
 
-def shown(path: str, value: typing.Any) -> str:
+def assignment(path: str, value: typing.Any) -> str:
     """A setting as errors show it: model.mlp.activation=gelu."""
     return f"{path}={getattr(value, 'name', value)}"
 
@@ -183,8 +183,8 @@ def bound_problems(section: typing.Any, prefix: str = "") -> Iterator[str]:
         if isinstance(value, int) and value > LARGEST:
             bounds = {"at_most": LARGEST} | bounds
         if not all(BOUNDS[k](value, limit) for k, limit in bounds.items()):  # or NaN
-            wanted = " and ".join(f"{k.replace('_', ' ')} {limit}" for k, limit in bounds.items())
-            yield f"{path}={value} must be {wanted}"
+            limits = " and ".join(f"{k.replace('_', ' ')} {limit}" for k, limit in bounds.items())
+            yield f"{path}={value} must be {limits}"
 
 
 def check_bounds(section: typing.Any, prefix: str = "") -> None:
@@ -207,7 +207,9 @@ def _condition_problems(section: typing.Any, prefix: str) -> Iterator[str]:
         value, path = getattr(section, field.name), f"{prefix}{field.name}"
         if needs and not _holds(section, needs):
             leaves = walk(value, f"{path}.") if is_section else [(path, value, field)]
-            changed = [shown(name, leaf) for name, leaf, each in leaves if leaf != each.default]
+            changed = [
+                assignment(name, leaf) for name, leaf, each in leaves if leaf != each.default
+            ]
             if changed:
                 verb = "has" if len(changed) == 1 else "have"
                 condition = needs.replace("|", " or ")

@@ -65,16 +65,16 @@ def source_problems(model: ModelConfig) -> Iterator[str]:
 
 def two_encoders_problems(model: ModelConfig) -> Iterator[str]:
     """Yield the broken rules of a biencoder whose queries and texts have an encoder each."""
-    wanted = two_encoders(model.num_layers // 2)
+    layers = two_encoders(model.num_layers // 2)
     if model.num_layers < 4:
         yield (
             f"model.num_layers={model.num_layers} with head.biencoder=separate: set it to 4 or "
             "more, at least two layers in each encoder"
         )
-    if model.num_layers % 2 or model.layers != wanted:
+    if model.num_layers % 2 or model.layers != layers:
         yield (
             f"model.layers={model.layers!r} with num_layers={model.num_layers} are not the two "
-            f"encoders of head.biencoder=separate: set layers={wanted!r} and an even num_layers"
+            f"encoders of head.biencoder=separate: set layers={layers!r} and an even num_layers"
         )
     if model.first_layers_bf16 or model.last_layers_bf16:
         yield (
@@ -190,9 +190,9 @@ def chunk_problems(config: Config) -> Iterator[str]:
             f"in {divisors(length, at_most=2 * chunk)}, or change the other"
         )
     for name in ("chunk_length", "neighbour_length"):
-        if getattr(retro, name) not in (0, wanted := getattr(data, name)):
+        if getattr(retro, name) not in (0, size := getattr(data, name)):
             yield (
-                f"model.retro.{name}={getattr(retro, name)} is not data.{name}={wanted}: set the "
+                f"model.retro.{name}={getattr(retro, name)} is not data.{name}={size}: set the "
                 "model's to 0, which takes the data's, or both alike"
             )
     if len(data.paths) != 1 or data.blend or data.train_paths:

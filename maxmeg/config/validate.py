@@ -59,12 +59,12 @@ def axis_sizes(parallel: ParallelConfig, num_devices: int, platform: str = "") -
         sizes["fsdp"] = num_devices // others
     total = math.prod(sizes.values())
     if total != num_devices:
-        shown = " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
-        needed = math.prod(max(size, 1) for size in sizes.values())
+        mesh = " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
+        num_needed = math.prod(max(size, 1) for size in sizes.values())
         devices = f"JAX sees {num_devices} {platform}" if platform else f"there are {num_devices}"
-        virtual = f"; on a CPU: XLA_FLAGS={VIRTUAL_DEVICES}={needed}" * (platform == "cpu")
+        virtual = f"; on a CPU: XLA_FLAGS={VIRTUAL_DEVICES}={num_needed}" * (platform == "cpu")
         raise ValueError(
-            f"the mesh {shown or 'of size 1'} needs {needed} devices"
+            f"the mesh {mesh or 'of size 1'} needs {num_needed} devices"
             f"{' or a multiple' * (sizes['fsdp'] == 0)}, {devices}: set sizes of config.parallel "
             f"whose product is {num_devices} (fsdp=0 takes what the others leave){virtual}"
         )
@@ -82,9 +82,9 @@ def resolve(config: Config, tokenizer_vocab_size: int, required_size: int = 0) -
     if config.data.objective.has_neighbours:
         model.retro.chunk_length = model.retro.chunk_length or config.data.chunk_length
         model.retro.neighbour_length = model.retro.neighbour_length or config.data.neighbour_length
-    if (needed := required_size or tokenizer_vocab_size) > model.vocab_size:
+    if (num_tokens := required_size or tokenizer_vocab_size) > model.vocab_size:
         raise ValueError(
-            f"model.vocab_size={model.vocab_size} is smaller than the tokenizer's {needed}: "
+            f"model.vocab_size={model.vocab_size} is smaller than the tokenizer's {num_tokens}: "
             "raise it, or set it to 0 to take the tokenizer's"
         )
 
@@ -280,17 +280,17 @@ def data_problems(config: Config):
         )
     room = model.max_position - model.bert.position_offset
     if 0 < room < data.longest_text:
-        own = f" (texts of {data.longest_text} tokens)" * data.objective.is_retrieval
+        texts = f" (texts of {data.longest_text} tokens)" * data.objective.is_retrieval
         yield (
-            f"data.sequence_length={data.sequence_length}{own} is longer than the {room} tokens of "
-            f"model.max_position={model.max_position}: shorten the one or raise the other"
+            f"data.sequence_length={data.sequence_length}{texts} is longer than the {room} "
+            f"tokens of model.max_position={model.max_position}: shorten the one or raise the other"
         )
-    own = [n for n in ("train_paths", "validation_paths", "test_paths") if getattr(data, n)]
+    split_paths = [n for n in ("train_paths", "validation_paths", "test_paths") if getattr(data, n)]
     named = [n for n in ("paths", "blend", "mock") if getattr(data, n)]
-    named += [", ".join(own)] * bool(own)
+    named += [", ".join(split_paths)] * bool(split_paths)
     if len(named) > 1:
         yield f"data.{' and data.'.join(named)} both name corpora: set one of them"
-    if own and not data.train_paths:
+    if split_paths and not data.train_paths:
         yield f"data.{named[-1]} without data.train_paths names no corpus to train on: add it"
     if data.validate_each and not (data.validation_paths or data.blend):
         yield "data.validate_each=True needs data.validation_paths (or data.blend): name the sets"
@@ -335,7 +335,7 @@ def bidirectional_problems(config: Config):
 def labelled_problems(config: Config):
     """Rules of objectives with labels, and of the classifier that they need."""
     data, model, train = config.data, config.model, config.train
-    name, classes, wanted = data.objective.value, model.head.num_classes, data.num_classes
+    name, classes, count = data.objective.value, model.head.num_classes, data.num_classes
     if not data.objective.is_labelled:
         if classes:
             able = ", ".join(o.value for o in Objective if o.is_labelled)
@@ -348,12 +348,13 @@ def labelled_problems(config: Config):
         yield f"data.objective={name} needs labelled files: set data.paths=FILE"
     if data.blend or data.packing is not Packing.none:
         yield f"data.blend and data.packing are not for data.objective={name}: leave them out"
-    if data.objective is not Objective.choose and wanted < 2:
+    if data.objective is not Objective.choose and count < 2:
         yield f"data.objective={name} needs at least two classes: name them, data.labels=no,yes"
-    elif classes not in (0, wanted):
+    elif classes not in (0, count):
         yield (
-            f"model.head.num_classes={classes} is not the {wanted} that data.objective={name} with "
-            f"classes {', '.join(data.class_names) or '(choices)'} needs: set it to {wanted}, or 0"
+            f"model.head.num_classes={classes} is not the {count} that data.objective={name} "
+            f"with classes {', '.join(data.class_names) or '(choices)'} needs: set it to {count}, "
+            "or 0"
         )
     if (
         model.attention.causal

@@ -30,8 +30,8 @@ def text(value: typing.Any) -> str:
 
 def unknown_field(path: str, names: typing.Iterable[str]) -> str:
     """Return the message for a field that does not exist, with the nearest name."""
-    if gone := removed(path):
-        return gone
+    if message := removed(path):
+        return message
     near = nearest(path, names)
     return f"unknown field {path}: " + (
         f"did you mean {near}?" if near else "docs/config.md lists all fields"
@@ -70,8 +70,8 @@ def _to_enum(path, value, kind):
         return value
     if isinstance(value, str) and value in kind.__members__:
         return kind[value]
-    if gone := removed(f"{path}={value}"):
-        raise ValueError(gone)
+    if message := removed(f"{path}={value}"):
+        raise ValueError(message)
     names = list(kind.__members__)
     near = difflib.get_close_matches(str(value), names, 1)
     hint = f"; did you mean {near[0]}?" if near else ""

@@ -236,8 +236,8 @@ class HarnessModel:
         while self.engine.step():
             pass
         for reply in replies:
-            shown = [i for i in reply.tokens if i not in self.hidden_ids]
-            texts.append(until(self.trained.tokenizer.decode(shown), reply.request.stops))
+            tokens = [i for i in reply.tokens if i not in self.hidden_ids]
+            texts.append(until(self.trained.tokenizer.decode(tokens), reply.request.stops))
         return texts
 
     @functools.cached_property

@@ -70,15 +70,15 @@ def accuracy_lines(loss: MeanLoss, split: str, classes: Sequence[str]) -> list[s
     if loss.confusion is None:
         return lines
     table = loss.confusion.astype(float)
-    right, true, said = np.diag(table), table.sum(axis=1), table.sum(axis=0)
-    for name, *numbers in zip(classes, right, true, said, strict=True):
+    right, true, predictions = np.diag(table), table.sum(axis=1), table.sum(axis=0)
+    for name, *numbers in zip(classes, right, true, predictions, strict=True):
         hits, actual, predicted = numbers
         precision, recall = (hits / max(total, 1) for total in (predicted, actual))
         score = 2 * hits / max(predicted + actual, 1)
         rates = f"precision {precision:.4f}, recall {recall:.4f}, F1 {score:.4f}"
         lines.append(f"{name}: {rates} ({actual:,.0f})")
     if len(classes) == 2:
-        scale = np.sqrt(np.prod(true) * np.prod(said))
+        scale = np.sqrt(np.prod(true) * np.prod(predictions))
         matthews = np.linalg.det(table) / scale if scale else 0.0
         lines.append(f"Matthews correlation {matthews:.4f}")
     return lines

@@ -189,9 +189,9 @@ def export_model(
         sum(getattr(report, name) for report in reports)
         for name in ("num_tensors", "num_parameters")
     )
-    shown = " and ".join(f"SentenceTransformer('{target / name}')" for name in encoders)
+    calls = " and ".join(f"SentenceTransformer('{target / name}')" for name in encoders)
     changed: dict[str, typing.Any] = {"num_tensors": tensors, "num_parameters": parameters}
-    changed |= {"loaded_by": f"sentence_transformers.{shown}"}
+    changed |= {"loaded_by": f"sentence_transformers.{calls}"}
     if any(encoder.adds_pooler for encoder in encoders.values()):
         name = reports[0].family
         zero = f"the biencoder has no pooler: that of {name} is written as zeros and not used"

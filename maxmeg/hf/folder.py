@@ -234,11 +234,11 @@ class FolderCheckpoint(Checkpointer):
         Arrays may be resized along dimension 0 alone, by zeros.
         """
         _, manifest = self.find(step)
-        wanted, orders = integrity.flatten(abstract_tree), orders or {}
-        check_tree(manifest, wanted, resizable or {}, orders, partial)
+        targets, orders = integrity.flatten(abstract_tree), orders or {}
+        check_tree(manifest, targets, resizable or {}, orders, partial)
 
         def read() -> dict[str, jax.Array]:
-            return {path: self._array(path, like, orders) for path, like in wanted.items()}
+            return {path: self._array(path, like, orders) for path, like in targets.items()}
 
         leaves = self.processes.together("read", read)
         return in_structure(abstract_tree, leaves), manifest.metadata

@@ -88,7 +88,7 @@ def match(weights: Weights, model: ModelConfig, family: str) -> Pairs:
 def describe_match(matched: Pairs) -> list[str]:
     """Return one line per tensor: its name, its shape and the arrays that hold it."""
     return [
-        f"{name} {list(binding.shape)} <-> {', '.join(_shown(place) for place in binding.ours)}"
+        f"{name} {list(binding.shape)} <-> {', '.join(_label(place) for place in binding.ours)}"
         for name, binding in matched
     ]
 
@@ -138,5 +138,5 @@ def _check_equal(weights: Weights, name: str, other: str) -> None:
         )
 
 
-def _shown(place: Place) -> str:
+def _label(place: Place) -> str:
     return f"{place.name}[{', '.join(map(str, place.index))}]" if place.index else place.name

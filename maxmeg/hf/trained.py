@@ -183,12 +183,12 @@ def check_arrays(reader: Reader, model: ModelConfig) -> None:
 def carried_folder(run: str | Path, config: Config) -> Path:
     """Return the folder of imported small files of a run, or of the run it was initialized from; a
     Hugging Face folder itself."""
-    folder, seen = Path(run), set()
+    folder, names = Path(run), set()
     while not files.is_model_folder(folder):
         if (folder / CARRIED / "config.json").is_file():
             return folder / CARRIED
-        seen.add(folder)
-        if not config.checkpoint.init_from or Path(config.checkpoint.init_from) in seen:
+        names.add(folder)
+        if not config.checkpoint.init_from or Path(config.checkpoint.init_from) in names:
             return Path(run) / CARRIED
         folder = Path(config.checkpoint.init_from)
         if not files.is_model_folder(folder):

@@ -411,8 +411,8 @@ def locate(
         existing = [piece for piece in pieces if piece is not None]
         pieces_of[binding.theirs] = existing
         problems += shape_problems(binding, existing, len(pieces), tensors)
-    used = {key for pieces in pieces_of.values() for key, _ in pieces}
-    extra = [key for key in dtypes if key not in used and not IGNORED.match(key)]
+    source_names = {key for pieces in pieces_of.values() for key, _ in pieces}
+    extra = [key for key in dtypes if key not in source_names and not IGNORED.match(key)]
     problems += [f"{key} ({dtypes[key]}) has no place in this model" for key in extra]
     problems += unused_entries(pieces_of, tensors)
     if problems:
@@ -437,10 +437,10 @@ def unused_entries(
     pieces_of: Mapping[str, list[Piece]], tensors: Mapping[str, TensorInfo]
 ) -> Iterable[str]:
     """Yield the stacked tensors that have more layers or experts than the model."""
-    used: dict[str, set[tuple[int, ...]]] = {}
+    entries_of: dict[str, set[tuple[int, ...]]] = {}
     for key, index in (piece for pieces in pieces_of.values() for piece in pieces if piece[1]):
-        used.setdefault(key, set()).add(index)
-    for key, entries in used.items():
+        entries_of.setdefault(key, set()).add(index)
+    for key, entries in entries_of.items():
         kinds = ["experts"] if NUMBERED[LAYER].match(key) else ["layers", "experts"]
         for dimension, kind in enumerate(kinds[: len(next(iter(entries)))]):
             count = len({index[dimension] for index in entries})
@@ -465,9 +465,9 @@ def shape_problems(
     whole = shapes[0]
     if count > 1:
         whole = (sum(shape[0] for shape in shapes if shape), *whole[1:])
-    wanted = binding.shape
-    if binding.ours[0].name in VOCABULARY_TABLES and whole[1:] == wanted[1:]:
-        if whole[0] < wanted[0]:
-            yield f"{pieces[0][0]} has {whole[0]} words, the model {wanted[0]}"
-    elif whole != wanted or any(shape[1:] != wanted[1:] for shape in shapes):
-        yield f"{pieces[0][0]} is {list(whole)}, the model needs {list(wanted)}"
+    target = binding.shape
+    if binding.ours[0].name in VOCABULARY_TABLES and whole[1:] == target[1:]:
+        if whole[0] < target[0]:
+            yield f"{pieces[0][0]} has {whole[0]} words, the model {target[0]}"
+    elif whole != target or any(shape[1:] != target[1:] for shape in shapes):
+        yield f"{pieces[0][0]} is {list(whole)}, the model needs {list(target)}"

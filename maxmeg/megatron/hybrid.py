@@ -82,17 +82,17 @@ def hybrid_fields(
     name, letters = pattern(arguments)
     if not letters:
         return {}
-    shown = f"{name}={letters!r}"
+    setting = f"{name}={letters!r}"
     if "/" in letters:
-        refused.append(f"{shown} has MTP layers (after /), which are not imported with hybrids")
+        refused.append(f"{setting} has MTP layers (after /), which are not imported with hybrids")
         return {}
     if unknown := [letter for letter in dict.fromkeys(letters) if letter not in KNOWN]:
         supported = ", ".join(f"{letter} ({mixer})" for letter, mixer in KNOWN.items())
-        refused.append(f"{shown} has the letters {' '.join(unknown)} (supported are {supported})")
+        refused.append(f"{setting} has the letters {' '.join(unknown)} (supported are {supported})")
         return {}
     if len(letters) != arguments["num_layers"]:
         count = f"num_layers={arguments['num_layers']}"
-        refused.append(f"{shown} has {len(letters)} layers, and {count} (they must be equal)")
+        refused.append(f"{setting} has {len(letters)} layers, and {count} (they must be equal)")
         return {}
     eps = arguments.get("norm_epsilon", NORM_EPS)
     if "M" in letters and eps != NORM_EPS:
@@ -109,13 +109,15 @@ def hybrid_fields(
 
 def delta_fields(arguments: Arguments, refused: list[str]) -> dict[str, typing.Any]:
     """Return the sizes of Gated DeltaNet, whose norm and activation are those of the model."""
-    wanted = {"normalization": "RMSNorm", "swiglu": True, "apply_layernorm_1p": False}
+    required = {"normalization": "RMSNorm", "swiglu": True, "apply_layernorm_1p": False}
     wrong = {
-        n: arguments.get(n) for n, value in wanted.items() if (arguments.get(n) or False) != value
+        n: arguments.get(n) for n, value in required.items() if (arguments.get(n) or False) != value
     }
     if wrong:
-        shown = ", ".join(f"{name}={value!r}" for name, value in wrong.items())
-        refused.append(f"{shown} beside G (gated_delta), whose norm is RMSNorm and activation SiLU")
+        settings = ", ".join(f"{name}={value!r}" for name, value in wrong.items())
+        refused.append(
+            f"{settings} beside G (gated_delta), whose norm is RMSNorm and activation SiLU"
+        )
     names = {"value_heads": "num_heads", "key_heads": "num_key_heads"}
     sizes = {f"delta.{ours}": f"linear_num_{theirs}" for theirs, ours in names.items()}
     sizes |= {"delta.key_size": "linear_key_head_dim", "delta.value_size": "linear_value_head_dim"}

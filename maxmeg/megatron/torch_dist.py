@@ -96,17 +96,17 @@ class TorchDistReader:
         shape, lead = self._shapes[name], len(index)
         inside = all(0 <= i < size for i, size in zip(index, shape, strict=False))
         if lead > len(shape) or not inside:
-            shown = ", ".join(map(str, index))
-            raise ValueError(f"tensor {name} of shape {shape} has no entry {shown}")
+            place = ", ".join(map(str, index))
+            raise ValueError(f"tensor {name} of shape {shape} has no entry {place}")
         entries, rest = [(i, i + 1) for i in index], [(0, size) for size in shape[lead:]]
-        wanted: Box = (*entries, *rest)
+        target: Box = (*entries, *rest)
         near = self._entries(name).get(index[0], []) if index else self._parts[name]
-        parts = [(part, common(part.box, wanted)) for part in near]
+        parts = [(part, common(part.box, target)) for part in near]
         parts = [(part, box) for part, box in parts if volume(box)]
-        self._check_cover(name, [box for _, box in parts], wanted)
-        array = np.empty([end - begin for begin, end in wanted], DTYPES[self.dtypes[name]])
+        self._check_cover(name, [box for _, box in parts], target)
+        array = np.empty([end - begin for begin, end in target], DTYPES[self.dtypes[name]])
         for part, box in parts:
-            array[slices(box, wanted)] = self._receive(name, part, box)
+            array[slices(box, target)] = self._receive(name, part, box)
         return array[(0,) * lead] if lead else array
 
     def _entries(self, name: str) -> dict[int, list[Part]]:
@@ -160,13 +160,13 @@ class TorchDistReader:
             )
         return file, start, length
 
-    def _check_cover(self, name: str, boxes: list[Box], wanted: Box) -> None:
-        """ValueError unless the boxes partition the wanted box."""
+    def _check_cover(self, name: str, boxes: list[Box], target: Box) -> None:
+        """ValueError unless the boxes partition `target`."""
         covered = sum(volume(box) for box in boxes)
         pairs = itertools.combinations(boxes, 2)
-        if covered != volume(wanted) or any(volume(common(a, b)) for a, b in pairs):
+        if covered != volume(target) or any(volume(common(a, b)) for a, b in pairs):
             raise ValueError(
-                f"the parts of {name} cover {covered} of {volume(wanted)} numbers, or overlap: "
+                f"the parts of {name} cover {covered} of {volume(target)} numbers, or overlap: "
                 "the checkpoint is incomplete; copy it again"
             )
 

@@ -69,10 +69,10 @@ class Generator:
     def stream(self, prompt: np.ndarray, request: Request, seed: int = 0) -> Iterator[str]:
         """Yield the text after a prompt piece by piece. ValueError as `check`."""
         self.check(prompt, request)
-        reply, shown = Reply(tuple(map(int, prompt)), request, seed, 0), 0
+        reply, length = Reply(tuple(map(int, prompt)), request, seed, 0), 0
         for _ in self._steps([reply]):
-            yield reply.text[shown:]
-            shown = len(reply.text)
+            yield reply.text[length:]
+            length = len(reply.text)
 
     def _steps(self, replies: list[Reply]) -> Iterator[None]:
         """Generate the replies in place; yields after each step, which adds a token to each."""

@@ -59,8 +59,8 @@ class Gate:
 
     def _check(self, path: str, headers: dict[bytes, bytes]) -> None:
         """ApiError for what is refused before the body is read."""
-        wanted, key = self.authorization, headers.get(b"authorization", b"")
-        if wanted and path not in FREE and not hmac.compare_digest(key, wanted):
+        credentials, key = self.authorization, headers.get(b"authorization", b"")
+        if credentials and path not in FREE and not hmac.compare_digest(key, credentials):
             raise ApiError(401, "no or wrong API key: send the header Authorization: Bearer KEY")
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self.bodies.most_bytes:

@@ -34,7 +34,7 @@ class ServedWriter(Served):
     def __init__(self, engine: Engine, name: str, options: Serve) -> None:
         super().__init__(engine.trained, name, options)
         self.engine = engine
-        self._known: dict[tuple[str, str], Grammar] = {}
+        self._grammars: dict[tuple[str, str], Grammar] = {}
         self._compiler = concurrent.futures.ThreadPoolExecutor(2)
         self._renderer = concurrent.futures.ThreadPoolExecutor(MOST_IDLE)
         templates = {**engine.trained.templates}
@@ -115,7 +115,7 @@ class ServedWriter(Served):
         if len(text) > options.max_grammar:
             limit = options.max_grammar
             raise ApiError(400, f"{field} of {len(text)} characters exceeds {limit}", field)
-        if (kind, text) not in self._known:
+        if (kind, text) not in self._grammars:
 
             def compiled() -> Grammar:
                 grammar = self.engine.grammars.compile(kind, text)
@@ -130,19 +130,19 @@ class ServedWriter(Served):
             except ValueError as error:
                 text = str(error).rpartition("JSON schema: ")[2]
                 raise ApiError(400, f"{field}: {text}", field) from None
-            self._known[kind, text] = grammar
-            while len(self._known) > GRAMMARS:
-                del self._known[next(iter(self._known))]
-        return self._known[kind, text]
+            self._grammars[kind, text] = grammar
+            while len(self._grammars) > GRAMMARS:
+                del self._grammars[next(iter(self._grammars))]
+        return self._grammars[kind, text]
 
 
 def chat_grammars(body: Chat, form: ToolForm | None) -> list[tuple[str, str, str]]:
     """Field, kind and text of the grammars that response_format and tool_choice ask for."""
-    wanted, choice, grammars = body.response_format, body.tool_choice, []
-    if isinstance(wanted, SchemaFormat):
-        text = json.dumps(wanted.json_schema.schema_)
+    format, choice, grammars = body.response_format, body.tool_choice, []
+    if isinstance(format, SchemaFormat):
+        text = json.dumps(format.json_schema.schema_)
         grammars.append(("response_format", "json_schema", text))
-    elif wanted and wanted.type == "json_object":
+    elif format and format.type == "json_object":
         grammars.append(("response_format", "json_object", ""))
     if choice in (None, "none", "auto"):
         return grammars

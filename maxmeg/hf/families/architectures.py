@@ -75,17 +75,17 @@ def architecture(config: Mapping[str, typing.Any]) -> str:
     if not isinstance(named, list) or len(named) != 1 or named[0] not in list(FAMILIES):
         if named in [[name] for name in MAMBA1]:
             raise refused("architectures", named, MAMBA1_REMEDY)
-        wanted = str(named[0]) if isinstance(named, list) and len(named) == 1 else str(kind)
-        similar = difflib.get_close_matches(wanted, [*FAMILIES, *VISION_LANGUAGE], 5)
+        kind_or_class = str(named[0]) if isinstance(named, list) and len(named) == 1 else str(kind)
+        similar = difflib.get_close_matches(kind_or_class, [*FAMILIES, *VISION_LANGUAGE], 5)
         named_so = f"; similar names are {', '.join(similar)}" if similar else ""
         raise refused(
             "architectures",
             named,
             f"it must name one of the {len(FAMILIES)} classes in docs/conversion.md{named_so}",
         )
-    wanted = FAMILIES[named[0]].model_type
-    if kind not in (wanted, None):
-        raise refused("model_type", kind, f"{named[0]} is of model_type {wanted!r}")
+    model_type = FAMILIES[named[0]].model_type
+    if kind not in (model_type, None):
+        raise refused("model_type", kind, f"{named[0]} is of model_type {model_type!r}")
     return named[0]
 
 

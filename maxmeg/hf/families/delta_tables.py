@@ -76,8 +76,8 @@ class LinearLayers(Part):
         types = default if types is None else types
         is_list = isinstance(types, list) and all(kind in (FULL, LINEAR) for kind in types)
         if not is_list or len(types) != count:
-            wanted = f"it must be a list of {FULL!r} and {LINEAR!r}, one for each of {count} layers"
-            raise refused(self.name, types, wanted)
+            rule = f"it must be a list of {FULL!r} and {LINEAR!r}, one for each of {count} layers"
+            raise refused(self.name, types, rule)
         dense = fields.pop("dense", () if "moe.num_experts" in fields else range(count))
         fields["kinds"] = [
             ((self.linear if kind == LINEAR else self.full,), ("mlp" if i in dense else "moe",))
@@ -108,8 +108,8 @@ class KimiLayers(LinearLayers):
         group = keys.take(self.group)
         group = {} if group is None else group
         if not isinstance(group, dict) or not group.keys() <= {*KIMI_SIZES, *KIMI_LISTS}:
-            wanted = f"it must be a group of {', '.join([*KIMI_SIZES, *KIMI_LISTS])}"
-            raise refused(self.group, group, wanted)
+            rule = f"it must be a group of {', '.join([*KIMI_SIZES, *KIMI_LISTS])}"
+            raise refused(self.group, group, rule)
         return group
 
     def missing(self, keys: Keys, count: int) -> list[str]:

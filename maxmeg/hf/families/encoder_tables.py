@@ -195,8 +195,8 @@ class AlternatingAttention(Part):
         read_types(keys, fields, types, width // 2 + 1)
         local = fields["local"]
         if local[0]:
-            wanted = f"the first layer must have {FULL!r}"
-            raise refused("layer_types", keys.take("layer_types"), wanted)
+            rule = f"the first layer must have {FULL!r}"
+            raise refused("layer_types", keys.take("layer_types"), rule)
         fields["first"] = ["local" if is_local else "attention" for is_local in local]
         fields["first"][0] = "raw_attention"
 

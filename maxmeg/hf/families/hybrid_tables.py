@@ -46,8 +46,8 @@ class ShortConvolutions(Part):
             types = [FULL if number in places else CONV for number in range(count)]
         is_list = isinstance(types, list) and all(name in (FULL, CONV) for name in types)
         if not is_list or len(types) != count:
-            wanted = f"it must be a list of {FULL!r} and {CONV!r}, one for each of {count} layers"
-            raise refused("layer_types", types, wanted)
+            rule = f"it must be a list of {FULL!r} and {CONV!r}, one for each of {count} layers"
+            raise refused("layer_types", types, rule)
         for name in SIZES:
             if (size := keys.take(name)) not in (None, fields["hidden_size"]):
                 raise refused(name, size, f"it must be hidden_size={fields['hidden_size']}")

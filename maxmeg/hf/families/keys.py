@@ -66,9 +66,9 @@ REMEDIES = {
 
 
 def refused(name: str, value: object, remedy: str) -> ValueError:
-    shown = repr(value)
-    shown = shown if len(shown) <= 200 else shown[:200] + "..."
-    return ValueError(f"config.json has {name}={shown}: {remedy}")
+    text = repr(value)
+    text = text if len(text) <= 200 else text[:200] + "..."
+    return ValueError(f"config.json has {name}={text}: {remedy}")
 
 
 class Keys:
@@ -138,12 +138,12 @@ class Keys:
         effective_names = effective() if unread_on else ()
         is_newer = self.version > TRANSFORMERS
         if wrong := [name for name in unread_on if is_newer or name in effective_names]:
-            shown = ", ".join(f"{name}={self.values[name]!r}" for name in wrong)
+            text = ", ".join(f"{name}={self.values[name]!r}" for name in wrong)
             by = (
                 f" (written by transformers {'.'.join(map(str, self.version))})" if is_newer else ""
             )
             raise ValueError(
-                f"config.json{by} has {shown[:500]}: {architecture} reads no such keys here, and "
+                f"config.json{by} has {text[:500]}: {architecture} reads no such keys here, and "
                 "they may change the results; remove them if they do not"
             )
         return unread
@@ -165,8 +165,8 @@ def checked(
             raise refused(name, value, "it must be true or false")
         return value
     if not number or not -most <= value <= most:  # or NaN
-        wanted = "an integer" if kind is int else "a finite number"
-        raise refused(name, value, f"it must be {wanted} of at most {most}")
+        rule = "an integer" if kind is int else "a finite number"
+        raise refused(name, value, f"it must be {rule} of at most {most}")
     if value < 0 or (value == 0 and not zero):
         raise refused(name, value, "it must be " + ("at least 0" if zero else "positive"))
     return kind(value)
@@ -384,8 +384,8 @@ class Falcon(Part):
         kv_heads = keys.read("num_kv_heads", None, int, null=0)
         fields["attention.num_kv_heads"] = kv_heads if grouped else int(flags["multi_query"])
         if norms not in ((None, 1, 2) if grouped else (None, 1)):
-            wanted = "it must be 1, or 2 with new_decoder_architecture=true"
-            raise refused("num_ln_in_parallel_attn", norms, wanted)
+            rule = "it must be 1, or 2 with new_decoder_architecture=true"
+            raise refused("num_ln_in_parallel_attn", norms, rule)
         if grouped and not flags["parallel_attn"]:
             raise refused("parallel_attn", False, "new_decoder_architecture=true needs true")
         fields["parallel"] = flags["parallel_attn"]

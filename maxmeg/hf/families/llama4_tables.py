@@ -43,8 +43,8 @@ class ChunkedLayers(UnrotatedLayers):
         first = ["local" if chunk and name != UNROTATED else name for name in fields["first"]]
         derived = [CHUNKED if name == "local" else FULL for name in first]
         if types not in (None, derived):
-            wanted = f"rotated layers are {derived[0]!r}, by attention_chunk_size={chunk or None}"
-            raise refused("layer_types", types, f"{wanted}, and others {FULL!r}")
+            rule = f"rotated layers are {derived[0]!r}, by attention_chunk_size={chunk or None}"
+            raise refused("layer_types", types, f"{rule}, and others {FULL!r}")
         fields |= {"first": first, "attention.chunk": chunk if "local" in first else 0}
         grows = keys.take("attn_temperature_tuning", True)  # a number in the first files
         length = keys.read("floor_scale", 8192, int)

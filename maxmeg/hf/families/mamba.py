@@ -59,8 +59,8 @@ class Expansion(Part):
         expand = keys.read(self.name, 2, int)
         width = fields["mamba.num_heads"] * fields["mamba.head_dim"]
         if expand * fields["hidden_size"] != width:
-            wanted = f"its product with hidden_size={fields['hidden_size']} must be the {width} "
-            raise refused(self.name, expand, wanted + "channels of all heads")
+            rule = f"its product with hidden_size={fields['hidden_size']} must be the {width} "
+            raise refused(self.name, expand, rule + "channels of all heads")
 
     def write(self, model: ModelConfig) -> Json:
         expand, rest = divmod(model.mamba_heads * model.mamba.head_dim, model.hidden_size)
@@ -105,8 +105,8 @@ class LetteredLayers(Part):
     def read(self, keys: Keys, fields: Fields) -> None:
         letters = keys.take("hybrid_override_pattern")
         if letters is not None and not (isinstance(letters, str) and set(letters) <= {*LETTERS}):
-            wanted = f"it must be a string of the letters {' '.join(LETTERS)}"
-            raise refused("hybrid_override_pattern", letters, wanted)
+            rule = f"it must be a string of the letters {' '.join(LETTERS)}"
+            raise refused("hybrid_override_pattern", letters, rule)
         named = [LETTERS[letter] for letter in letters or "ME*-"]
         types = keys.take_any(self.names, named)
         is_list = isinstance(types, list) and bool(types)
@@ -185,8 +185,8 @@ class HeadSize(Part):
             width = checked("mamba_d_ssm", channels, int)
         size = width // heads if size == "auto" else checked(self.name, size, int)
         if size * heads != width:
-            wanted = f"with mamba_n_heads={heads} it must make a width of {width}"
-            raise refused(self.name, size, wanted)
+            rule = f"with mamba_n_heads={heads} it must make a width of {width}"
+            raise refused(self.name, size, rule)
         fields["mamba.head_dim"] = size
 
     def write(self, model: ModelConfig) -> Json:
@@ -229,8 +229,8 @@ class NamedLayers(Part):
         types = keys.take_any((self.name, "layers_block_type"), [LINEAR] * count)
         is_sound = isinstance(types, list) and all(MIXER_OF.get(str(t)) in BOTH for t in types)
         if not is_sound or len(types) != count:
-            wanted = f"it must be a list of {LINEAR!r} and {FULL!r}, one for each of {count} layers"
-            raise refused(self.name, types, wanted)
+            rule = f"it must be a list of {LINEAR!r} and {FULL!r}, one for each of {count} layers"
+            raise refused(self.name, types, rule)
         second = "moe" if fields["moe.num_experts"] else "mlp"
         fields["kinds"] = [((MIXER_OF[name],), (second,)) for name in types]
 

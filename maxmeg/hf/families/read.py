@@ -134,8 +134,8 @@ def differences(model: ModelConfig, other: ModelConfig) -> list[str]:
             continue
         if field == "layers":
             before, after = model.layers, other.layers
-        shown = [getattr(value, "name", value) for value in (before, after)]
-        problems.append(f"model.{field}={shown[0]} would become {shown[1]}")
+        texts = [getattr(value, "name", value) for value in (before, after)]
+        problems.append(f"model.{field}={texts[0]} would become {texts[1]}")
     return problems
 
 

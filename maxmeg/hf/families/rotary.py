@@ -104,9 +104,9 @@ class Rotary(Part):
         size = int(head * fraction)
         odd = head % 1 == 0 and (size < 2 or size % 2)  # validation reports a fractional head size
         if fraction > 1 or (fraction != 1 and not self.fraction_default) or odd:
-            wanted = "and at most 1" if self.fraction_default else "and be 1"
-            wanted = f"it must leave an even number of the {head:g} of each head {wanted}"
-            raise refused(names[0], fraction, wanted)
+            rule = "and at most 1" if self.fraction_default else "and be 1"
+            rule = f"it must leave an even number of the {head:g} of each head {rule}"
+            raise refused(names[0], fraction, rule)
         fields |= {"rotary.base": base, "rotary.fraction": fraction}
         local_base, is_local = self.read_local(keys), fields.get("local", [])
         if local_base and is_local and all(is_local):
@@ -124,13 +124,13 @@ class Rotary(Part):
         scaling, parameters = mapping(keys, "rope_scaling"), mapping(keys, "rope_parameters")
         if self.local:
             if set(parameters) - {FULL, SLIDING}:
-                wanted = f"only {FULL} and {SLIDING} may stand in it"
-                raise refused("rope_parameters", parameters, wanted)
+                rule = f"only {FULL} and {SLIDING} may stand in it"
+                raise refused("rope_parameters", parameters, rule)
             parameters = mapping(Keys(parameters), FULL)
         for key in scaling.keys() & parameters.keys():
             if scaling[key] != parameters[key]:
-                wanted = f"rope_parameters has {key}={parameters[key]!r}: keep one"
-                raise refused("rope_scaling", scaling, wanted)
+                rule = f"rope_parameters has {key}={parameters[key]!r}: keep one"
+                raise refused("rope_scaling", scaling, rule)
         return parameters | scaling
 
     def read_local(self, keys: Keys) -> float:
@@ -141,8 +141,8 @@ class Rotary(Part):
         names, default = ((), self.default) if self.local == SLIDING else ((self.local,), 10000.0)
         base = agreed(keys, settings, "rope_theta", names, default)
         if agreed(keys, settings, "partial_rotary_factor", (), 1.0) != 1:
-            wanted = "in layers with a sliding window whole heads must rotate"
-            raise refused("rope_parameters", settings, wanted)
+            rule = "in layers with a sliding window whole heads must rotate"
+            raise refused("rope_parameters", settings, rule)
         kind_of(settings, ("default",))
         scaling_fields("default", settings, 0)
         return base

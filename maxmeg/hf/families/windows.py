@@ -15,8 +15,8 @@ def read_types(keys: Keys, fields: Fields, default: list[str], window: int) -> N
     types = default if types is None else types
     is_sound = isinstance(types, list) and all(name in (FULL, SLIDING) for name in types)
     if not is_sound or len(types) != count:
-        wanted = f"it must be a list of {count} of {FULL!r} and {SLIDING!r}, one per layer"
-        raise refused("layer_types", types, wanted)
+        rule = f"it must be a list of {count} of {FULL!r} and {SLIDING!r}, one per layer"
+        raise refused("layer_types", types, rule)
     if SLIDING in types and not window:
         raise refused("layer_types", types, f"{SLIDING!r} needs a sliding window")
     fields["local"] = [name == SLIDING for name in types]

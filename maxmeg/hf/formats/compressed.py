@@ -96,8 +96,8 @@ class CompressedWeights:
             elif base not in self._schemes:
                 self._schemes[base] = self._scheme(base.removesuffix(".weight"))
                 self.tensors[base] = self._described(base)
-        used = sorted({str(scheme) for scheme in self._schemes.values()})
-        self.notes = (f"quantized weights ({', '.join(used)}) are dequantized",)
+        schemes = sorted({str(scheme) for scheme in self._schemes.values()})
+        self.notes = (f"quantized weights ({', '.join(schemes)}) are dequantized",)
         groups = settings["config_groups"].values()
         if passed := [n for n in CHOICES if settings.get(n) or any(g.get(n) for g in groups)]:
             self.notes += (f"activations are not quantized: {', '.join(passed)} passed over",)
@@ -150,10 +150,10 @@ class CompressedWeights:
         if codes and codes.dtype == BYTES:
             dtypes = (E4M3,) if "global_scale" in infos else (BYTES,)
         if not shape or not scale or scale.dtype not in dtypes or not _fit(scheme, shape, infos):
-            shown = [f"{name}_{part} {_shown(info)}" for part, info in infos.items()]
-            shown = [f"{name} {_shown(tensors[name])}", *shown] if name in tensors else shown
+            texts = [f"{name}_{part} {_type_of(info)}" for part, info in infos.items()]
+            texts = [f"{name} {_type_of(tensors[name])}", *texts] if name in tensors else texts
             raise ValueError(
-                f"{', '.join(shown)}: this is no matrix of {scheme}; download the folder again"
+                f"{', '.join(texts)}: this is no matrix of {scheme}; download the folder again"
             )
         return TensorInfo(scale.dtype if scale.dtype in FLOATS else BFLOAT16, shape)
 
@@ -282,9 +282,9 @@ def _pattern(target: str) -> re.Pattern:
     try:
         return re.compile(target.removeprefix("re:"))
     except re.error as error:
-        wanted = f"a target after re: must be a regular expression ({error})"
-        raise refused(f"{SETTINGS}.config_groups", target, wanted) from error
+        rule = f"a target after re: must be a regular expression ({error})"
+        raise refused(f"{SETTINGS}.config_groups", target, rule) from error
 
 
-def _shown(info: TensorInfo) -> str:
+def _type_of(info: TensorInfo) -> str:
     return f"{info.dtype}{list(info.shape)}"

@@ -105,19 +105,19 @@ class GgufWeights:
     def __init__(
         self, tensors: Mapping[str, typing.Any], family: Family, config: Mapping[str, typing.Any]
     ) -> None:
-        self._found: dict[str, typing.Any] = {}
+        self._tensors: dict[str, typing.Any] = {}
         self._family, self._config = family, config
         self.tensors: dict[str, TensorInfo] = {}
         for name, tensor in tensors.items():
             theirs = _their_name(name, family)
-            self._found[theirs] = tensor
+            self._tensors[theirs] = tensor
             shape = tuple(int(size) for size in reversed(tensor.shape))
             self.tensors[theirs] = TensorInfo(FLOAT32, shape)
 
     def read(self, name: str, *index: int) -> np.ndarray:
         assert not index, "no supported architecture has stacked experts"
         quants = importlib.import_module("gguf.quants")
-        tensor = self._found[name]
+        tensor = self._tensors[name]
         array = quants.dequantize(tensor.data, tensor.tensor_type)
         array = np.asarray(array, FLOAT32).reshape(self.tensors[name].shape)
         if self._family.permuted and (count := _num_heads(name, self._config)):
@@ -236,8 +236,8 @@ def _rotary(
     )
     if factors is not None:
         for scale in (8.0, 32.0):  # Llama 3.1 and 3.2; the file holds only the divisors
-            wanted = llama3_factors(theta, head, scale)
-            if factors.shape == wanted.shape and np.allclose(factors, wanted, rtol=1e-5):
+            expected = llama3_factors(theta, head, scale)
+            if factors.shape == expected.shape and np.allclose(factors, expected, rtol=1e-5):
                 scaling = {"rope_type": "llama3", "factor": scale, "low_freq_factor": 1.0}
                 scaling |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
                 return {"rope_scaling": scaling}

@@ -224,7 +224,7 @@ def tokenizer_fields(
         fields = {f"{PREFIX}{name}": value for name, value in entries.items()}
         fields |= ids
         read = tokenizers.Tokenizer.from_str(tokenizer_files(fields)["tokenizer.json"])
-        if all(seen(read, text) == encode(text) for text in probes):
+        if all(encoding(read, text) == encode(text) for text in probes):
             return fields
     raise ValueError(
         f"{path} encodes text as no tokenizer of GGUF does: written are SentencePiece's BPE, and "
@@ -232,7 +232,7 @@ def tokenizer_fields(
     )
 
 
-def seen(tokenizer: tokenizers.Tokenizer, text: str) -> Encoded:
+def encoding(tokenizer: tokenizers.Tokenizer, text: str) -> Encoded:
     """Return the ids of a text, and its parts if merges are limited to parts."""
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     splitting: typing.Any = tokenizer.pre_tokenizer
@@ -284,7 +284,7 @@ def _library_tokens(path: Path) -> Source:
             kind = BYTE
         pieces[i] = (token, kind)
 
-    encode = functools.partial(seen, library)
+    encode = functools.partial(encoding, library)
     if model["type"] != "BPE":
         return encode, pieces, iter(())
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]

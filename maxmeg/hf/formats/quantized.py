@@ -85,14 +85,14 @@ class Fp8Weights:
                 )
             if info.dtype == E4M3:
                 scales = weights.tensors.get(name + SCALE)
-                wanted = _num_blocks(info.shape, self._block)
+                blocks = _num_blocks(info.shape, self._block)
                 is_float = scales is not None and scales.dtype in (*FLOATS, *powers)
-                if scales is None or wanted is None or scales.shape != wanted or not is_float:
+                if scales is None or blocks is None or scales.shape != blocks or not is_float:
                     stored = f"{scales.dtype}{list(scales.shape)}" if scales else "missing"
                     raise ValueError(
                         f"{name} is float8_e4m3fn{list(info.shape)} and {name}{SCALE} {stored}: "
                         f"with weight_block_size={list(self._block)} a matrix has "
-                        f"{_shown(powers)}{list(wanted or ())}; download the folder again"
+                        f"{_dtypes(powers)}{list(blocks or ())}; download the folder again"
                     )
                 info = TensorInfo(BFLOAT16, info.shape)
             if not name.endswith(SCALE):
@@ -153,7 +153,7 @@ def _num_blocks(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ..
     return (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1]))
 
 
-def _shown(powers: tuple[np.dtype, ...]) -> str:
+def _dtypes(powers: tuple[np.dtype, ...]) -> str:
     return "|".join(str(dtype) for dtype in (*FLOATS, *powers))
 
 
@@ -173,8 +173,8 @@ class Mxfp4Weights:
                 self.tensors[name] = info
                 continue
             scales = weights.tensors.get(base + SCALES)
-            wanted = TensorInfo(BYTES, info.shape[:-1])
-            if info.dtype != BYTES or info.shape[-1:] != (GROUP // 2,) or scales != wanted:
+            expected_scales = TensorInfo(BYTES, info.shape[:-1])
+            if info.dtype != BYTES or info.shape[-1:] != (GROUP // 2,) or scales != expected_scales:
                 raise ValueError(
                     f"{name} is {info.dtype}{list(info.shape)}, its scales are {scales}: MXFP4 has "
                     f"uint8[..., {GROUP // 2}] and uint8[...]; download the folder again"

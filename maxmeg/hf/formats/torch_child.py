@@ -259,8 +259,8 @@ def answer(request: dict[str, typing.Any]) -> tuple[str, memoryview | None]:
     except UnsafeError as error:
         return json.dumps({"unsafe": str(error)}), None
     except pickle.UnpicklingError as error:
-        wanted = re.search(r"GLOBAL ([\w.]+)", str(error))
-        reason = f"wants {wanted[1]}" if wanted else str(error).splitlines()[0]
+        refusal = re.search(r"GLOBAL ([\w.]+)", str(error))
+        reason = f"wants {refusal[1]}" if refusal else str(error).splitlines()[0]
         return json.dumps({"unsafe": f"{request['of'][0]}: {reason}"}), None
     except Exception as error:  # whatever a damaged file raises: the parent says which file
         reason = str(error).split("\n")[0]
