@@ -191,8 +191,8 @@ def merge_parts(
     if sinks_GR is not None:
         total_BGR += jnp.exp(sinks_GR.astype(jnp.float32) - base_BGR)
     weights_BCGR /= jnp.where(total_BGR == 0, 1.0, total_BGR)[:, None]
-    used_BCGRV = jnp.where(weights_BCGR[..., None] > 0, out_BCGRV, 0.0)
-    return (used_BCGRV * weights_BCGR[..., None]).sum(axis=1), base_BGR + jnp.log(total_BGR)
+    values_BCGRV = jnp.where(weights_BCGR[..., None] > 0, out_BCGRV, 0.0)
+    return (values_BCGRV * weights_BCGR[..., None]).sum(axis=1), base_BGR + jnp.log(total_BGR)
 
 
 def programs_at_once(head_dim: int, value_dim: int) -> int:

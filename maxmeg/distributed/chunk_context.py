@@ -64,12 +64,12 @@ def states_before(k_BLGN, v_BLHP, log_decay, beta_BLH, segments_BL, spec: ScanSp
         through = jnp.where(is_one_B11, jnp.exp(total), 0)
     else:
         # The matrix is the state of further values, which are 0, after the identity.
-        more_BLHP = jnp.concatenate(
+        padded_BLHP = jnp.concatenate(
             (v_BLHP, jnp.zeros_like(v_BLHP, shape=(*v_BLHP.shape[:3], N))), -1
         )
         unit_NP = jnp.concatenate((jnp.zeros((N, P)), jnp.eye(N)), axis=1)
         unit_BHNP = jnp.broadcast_to(unit_NP, (B, H, *unit_NP.shape))
-        arrays = k_BLGN, more_BLHP, log_decay, beta_BLH, segments_BL, unit_BHNP
+        arrays = k_BLGN, padded_BLHP, log_decay, beta_BLH, segments_BL, unit_BHNP
         both_BHNP = chunk_scan(None, *arrays, spec)[1]
         state_BHNP, through = both_BHNP[..., :P], both_BHNP[..., P:]
     if is_new_EB is not None:

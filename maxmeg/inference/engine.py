@@ -430,7 +430,7 @@ class Engine:
         reply.logprobs.append(float(read.logprobs))
         reply.top += top_of(request, read.top_tokens, read.top_logprobs)
         is_stopped = active.text.add(token)
-        reply.text = active.text.shown
+        reply.text = active.text.output
         try:
             is_complete = active.matcher is not None and active.matcher.add(token)
         except ValueError as error:
@@ -478,7 +478,7 @@ class Engine:
         if active.mask:
             active.mask.cancel()
         is_stopped = active.text.finish()
-        active.reply.text, active.reply.error = active.text.shown, error
+        active.reply.text, active.reply.error = active.text.output, error
         active.reply.reason = "stop" if is_stopped and reason == "length" else reason
         self.scheduler.remove(job)
 

@@ -220,8 +220,8 @@ class Programs:
             tokens_BM = tokens_BM.at[lanes_B, starts_B + 1].set(next_BL[:, 0], mode="drop")
         is_proposed_BK = jnp.arange(self.proposals) < fields["count"][:, None] - 1
         is_taken_BK = is_proposed_BK & (next_BL[:, :-1] == proposed_BK)
-        taken_B = jnp.cumprod(is_taken_BK, axis=1).sum(axis=1)
-        newest = Newest(next_BL, taken_B, fields["step"] + taken_B)
+        num_taken_B = jnp.cumprod(is_taken_BK, axis=1).sum(axis=1)
+        newest = Newest(next_BL, num_taken_B, fields["step"] + num_taken_B)
         sampled_BLX, drafts = self._drafted(model, h_BLD, sampled_BLX, newest, fields, ctx, caches)
         return (cache, drafts), tokens_BM, sampled_BLX
 
@@ -273,8 +273,8 @@ class Programs:
         chosen = self.results.joined(*choose(logits_RV, rows, changes, fields["wants_top"] > 0))
         return chosen.reshape(B, L, -1)
 
-    def _scored(self, model: LM, h_PCD: jax.Array, next_PC: jax.Array, wanted_P: jax.Array):
-        """`results` of the tokens after those of a chunk; zeros if they are not wanted."""
+    def _scored(self, model: LM, h_PCD: jax.Array, next_PC: jax.Array, requests_P: jax.Array):
+        """`results` of the tokens after those of a chunk; zeros if no row asks for them."""
         P, C, D = h_PCD.shape
         block = math.gcd(C, SCORED)
 
@@ -288,7 +288,7 @@ class Programs:
             return jnp.moveaxis(scores, 0, 1).reshape(P, C, -1)
 
         shape = jax.eval_shape(blocks)
-        return lax.cond((wanted_P > 0).any(), blocks, lambda: jnp.zeros(shape.shape, shape.dtype))
+        return lax.cond((requests_P > 0).any(), blocks, lambda: jnp.zeros(shape.shape, shape.dtype))
 
     def _drafted(self, model: LM, h_BLD, sampled_BLX, newest: Newest, fields, ctx, caches):
         """(`sampled_BLX` with what MTP layers propose after the newest tokens, their cache)."""

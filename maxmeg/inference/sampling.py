@@ -234,15 +234,15 @@ def limited(logits_BV: Float[Array, "B V"], rows: Rows) -> Float[Array, "B V"]:
 
     relative_B1 = largest_B1 + jnp.log(rows.min_ps_B)[:, None]
     least_B1 = jnp.maximum(threshold(enough, len(logits_BV)), relative_B1)
-    kept_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
-    chances_BV = jax.nn.softmax(kept_BV, axis=-1)
+    candidates_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
+    chances_BV = jax.nn.softmax(candidates_BV, axis=-1)
 
     def likely(least_B1):
-        mass_B1 = jnp.sum(chances_BV, axis=-1, keepdims=True, where=kept_BV >= least_B1)
+        mass_B1 = jnp.sum(chances_BV, axis=-1, keepdims=True, where=candidates_BV >= least_B1)
         return mass_B1 >= rows.top_ps_B[:, None]
 
     least_B1 = jnp.where(rows.top_ps_B[:, None] < 1, threshold(likely, len(logits_BV)), -jnp.inf)
-    return jnp.where(kept_BV < least_B1, -jnp.inf, kept_BV)
+    return jnp.where(candidates_BV < least_B1, -jnp.inf, candidates_BV)
 
 
 def threshold(holds: typing.Callable, rows: int) -> Float[Array, "B 1"]:
@@ -256,11 +256,11 @@ def threshold(holds: typing.Callable, rows: int) -> Float[Array, "B 1"]:
         return lax.bitcast_convert_type(bits_B1, jnp.float32)
 
     def step(i, code_B1):
-        more_B1 = code_B1 | (sign >> i.astype(jnp.uint32))
-        candidate_B1 = value(more_B1)
+        trial_B1 = code_B1 | (sign >> i.astype(jnp.uint32))
+        candidate_B1 = value(trial_B1)
         is_less_B1 = ~jnp.isnan(candidate_B1) & holds(candidate_B1)
-        return jnp.where(is_less_B1, more_B1, code_B1)
+        return jnp.where(is_less_B1, trial_B1, code_B1)
 
     code_B1 = lax.fori_loop(0, 32, step, jnp.zeros((rows, 1), jnp.uint32))
-    found_B1 = value(code_B1)
-    return jnp.where(jnp.isnan(found_B1), -jnp.inf, found_B1)
+    value_B1 = value(code_B1)
+    return jnp.where(jnp.isnan(value_B1), -jnp.inf, value_B1)

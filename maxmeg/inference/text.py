@@ -13,14 +13,14 @@ _INCOMPLETE = "\ufffd"  # decoded from the first bytes of a character
 class Text:
     """The text of tokens that follow a prompt.
 
-    `shown` only grows, and at the end it is the whole text: it has no half of a character, nothing
+    `output` only grows, and at the end it is the whole text: it has no half of a character, nothing
     that may be the beginning of a stop string, and nothing from the first stop string on.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()):
         self.tokenizer, self.stops = tokenizer, stops
         self._follow(list(prompt[-CONTEXT:]))
-        self._text = self.shown = ""
+        self._text = self.output = ""
         self.begin = 0
 
     def add(self, token: int) -> bool:
@@ -39,7 +39,7 @@ class Text:
         """Show what still waits; return as `add`."""
         if self._append(self._decoded()):
             return True
-        self.shown = self._text
+        self.output = self._text
         return False
 
     def _decoded(self) -> str:
@@ -69,9 +69,9 @@ class Text:
             if (place := self._text.find(stop, max(length - len(stop) + 1, 0))) >= 0
         ]
         if places:
-            self.shown = self._text = self._text[: min(places)]
+            self.output = self._text = self._text[: min(places)]
             return True
-        self.shown = self._text[: len(self._text) - self._overlap()]
+        self.output = self._text[: len(self._text) - self._overlap()]
         return False
 
     def _overlap(self) -> int:

@@ -62,16 +62,16 @@ def lane_states(
 ) -> Shaped[Array, "B ..."]:
     """The state of each row before its new tokens: zeros for a row that begins."""
     rows = states[places.layer, places.lanes_B]
-    begun_B = places.starts_B > 0
-    return jnp.where(begun_B.reshape(-1, *(1,) * (rows.ndim - 1)), rows, 0)
+    has_state_B = places.starts_B > 0
+    return jnp.where(has_state_B.reshape(-1, *(1,) * (rows.ndim - 1)), rows, 0)
 
 
 def with_lane_states(
     states: Shaped[Array, "layers lanes ..."], rows: Shaped[Array, "B ..."], places: CachePlaces
 ) -> Shaped[Array, "layers lanes ..."]:
     """`states` with those of the rows after their new tokens; idle rows change none."""
-    used_B = jnp.where(places.counts_B > 0, places.lanes_B, states.shape[1])
-    return states.at[places.layer, used_B].set(rows, mode="drop")
+    lanes_B = jnp.where(places.counts_B > 0, places.lanes_B, states.shape[1])
+    return states.at[places.layer, lanes_B].set(rows, mode="drop")
 
 
 def cached_attention(

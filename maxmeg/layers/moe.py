@@ -411,18 +411,18 @@ class Moe(Mixer):
         x_TD, experts_TK, weights_TK = (a.reshape(-1, a.shape[-1]) for a in local)
         routing = Routing(experts_TK, weights_TK)
         places_TK, limit = self._places(routing)
-        kept_TK, number = places_TK < limit, len(x_TD)
+        is_kept_TK, number = places_TK < limit, len(x_TD)
         exchange = self._exchange(number, limit)
         if spec.nodes > 1:
             sent = node_rows(number, spec.nodes, spec.routing, spec.buffer)
             direct = None if sent == number else exchange
             nodes = Nodes(self._exchange(number, limit, sent * spec.nodes), sent, direct)
-            y_TD = exchange_by_node(nodes, self.experts, x_TD, routing, kept_TK)
+            y_TD = exchange_by_node(nodes, self.experts, x_TD, routing, is_kept_TK)
         elif isinstance(exchange, Blocks):
             plan = Places(experts_TK, places_TK)
             y_TD = run_rounds(exchange, self.experts, x_TD, weights_TK, plan)
         else:
-            plan = plan_dispatch(experts_TK, self.experts.up.shape[-3], kept_TK, exchange)
+            plan = plan_dispatch(experts_TK, self.experts.up.shape[-3], is_kept_TK, exchange)
             y_TD = run_rounds(exchange, self.experts, x_TD, weights_TK, plan)
         y_BLD = y_TD.reshape(rows, -1, h_BLD.shape[-1])
         return collectives.scatter(y_BLD, EXPERT_TENSOR_AXES, 1)
@@ -475,7 +475,7 @@ class Moe(Mixer):
             plan = Places(local_TK, sent_TK)
             y_TD = run_rounds(blocks, self.experts, x_TD, weights_TK, plan)
         else:
-            order = sort_by_expert(local_TK, count, kept_TK=sent_TK)
+            order = sort_by_expert(local_TK, count, is_kept_TK=sent_TK)
             weights_R = rows_of_copies(weights_TK, order)
             y_TD = collect(self.experts(spread(x_TD, order), order.sizes_E, weights_R), order)
         return collectives.scatter(y_TD, GATHER_AXES, 0)

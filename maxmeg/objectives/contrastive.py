@@ -63,12 +63,12 @@ def loss(
         scores_BT /= math.sqrt(model.output_weight().shape[-1])
     scores_BT = jnp.where(is_text_T > 0, scores_BT, jnp.finfo(jnp.float32).min)
     B = len(query_BW)
-    own_B1 = (collectives.first_index(BATCH_AXES, B) + jnp.arange(B)[:, None]) * len(flags)
-    own_score_B1 = jnp.take_along_axis(scores_BT, own_B1, axis=1)
-    losses_B = is_query_B * (jax.nn.logsumexp(scores_BT, axis=1) - own_score_B1[:, 0])
+    label_B1 = (collectives.first_index(BATCH_AXES, B) + jnp.arange(B)[:, None]) * len(flags)
+    label_score_B1 = jnp.take_along_axis(scores_BT, label_B1, axis=1)
+    losses_B = is_query_B * (jax.nn.logsumexp(scores_BT, axis=1) - label_score_B1[:, 0])
     total = jnp.sum(losses_B) / batch.divisors[0] / collectives.axis_size(copied)
-    is_before_BT = jnp.arange(scores_BT.shape[1]) < own_B1  # of equal scores the first one counts
-    better_BT = (scores_BT > own_score_B1) | (scores_BT == own_score_B1) & is_before_BT
+    is_before_BT = jnp.arange(scores_BT.shape[1]) < label_B1  # of equal scores the first one counts
+    better_BT = (scores_BT > label_score_B1) | (scores_BT == label_score_B1) & is_before_BT
     rank_B = jnp.sum(better_BT, axis=1)
     sums = {"loss_sum": jnp.sum(losses_B), "tokens": jnp.sum(is_query_B)}
     names = ("right", *(f"right_{top}" for top in TOPS[1:]))

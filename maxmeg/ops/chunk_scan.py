@@ -363,8 +363,8 @@ def chunk_scan_step(
         state_BHNP = decay_BLHI[:, t, ..., None] * state_BHNP
         k_BHN, value_BHP = k_BLHN[:, t], v_BLHP[:, t].astype(jnp.float32)
         if beta_BLH is not None:
-            known_BHP = jnp.einsum("BHN,BHNP->BHP", k_BHN, state_BHNP)
-            value_BHP = beta_BLH[:, t, :, None].astype(jnp.float32) * (value_BHP - known_BHP)
+            prediction_BHP = jnp.einsum("BHN,BHNP->BHP", k_BHN, state_BHNP)
+            value_BHP = beta_BLH[:, t, :, None].astype(jnp.float32) * (value_BHP - prediction_BHP)
         state_BHNP += k_BHN[..., None] * value_BHP[:, :, None]
         outputs.append(jnp.einsum("BHN,BHNP->BHP", q_BLHN[:, t], state_BHNP))
     return jnp.stack(outputs, axis=1).astype(dtype), state_BHNP

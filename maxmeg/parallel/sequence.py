@@ -80,12 +80,12 @@ def balanced_chunks(areas_RC: np.ndarray, context_size: int) -> np.ndarray:
     rows, count = areas_RC.shape
     every_R, room = np.arange(rows), count // context_size
     owner_RC = np.empty((rows, count), int)
-    area_RN, used_RN = np.zeros((2, rows, context_size))
+    area_RN, counts_RN = np.zeros((2, rows, context_size))
     for chunk_R in np.argsort(-areas_RC, axis=1, kind="stable").T:
-        rank_R = np.argmin(np.where(used_RN < room, area_RN, np.inf), axis=1)
+        rank_R = np.argmin(np.where(counts_RN < room, area_RN, np.inf), axis=1)
         owner_RC[every_R, chunk_R] = rank_R
         area_RN[every_R, rank_R] += areas_RC[every_R, chunk_R]
-        used_RN[every_R, rank_R] += 1
+        counts_RN[every_R, rank_R] += 1
     return np.argsort(owner_RC, axis=1, kind="stable").astype(np.int32)
 
 

@@ -120,7 +120,7 @@ def add(reply: Reply, text: Text, token: int, logprob: float) -> None:
         reply.reason = "stop" if is_stopped else "length"
     if reply.reason and text.finish():
         reply.reason = "stop"
-    reply.text = text.shown
+    reply.text = text.output
 
 
 def next_tokens(

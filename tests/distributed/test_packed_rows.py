@@ -18,8 +18,8 @@ SAME = 1e-6
 
 def order_of(rng) -> Order:
     experts_TK = np.argsort(rng.random((TOKENS, EXPERTS)), axis=1)[:, :2]
-    kept_TK = jnp.asarray(rng.random((TOKENS, 2)) < 0.8)
-    return sort_by_expert(jnp.asarray(experts_TK), EXPERTS, kept_TK=kept_TK)
+    is_kept_TK = jnp.asarray(rng.random((TOKENS, 2)) < 0.8)
+    return sort_by_expert(jnp.asarray(experts_TK), EXPERTS, is_kept_TK=is_kept_TK)
 
 
 def moved(x):

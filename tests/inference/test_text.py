@@ -26,13 +26,13 @@ def grown(text: Text, ids, begins: list[int] | None = None) -> list[str]:
     shown = []
     for token in ids:
         is_stopped = text.add(int(token))
-        shown.append(text.shown)
+        shown.append(text.output)
         if begins is not None:
             begins.append(text.begin)
         if is_stopped:
             return shown
     text.finish()
-    return [*shown, text.shown]
+    return [*shown, text.output]
 
 
 @pytest.mark.parametrize("kind", KINDS)

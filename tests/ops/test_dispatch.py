@@ -45,14 +45,14 @@ def by_sorting(
     """Result and gradients of experts first .. first + count. capacity: copies of each, 0: all."""
 
     def run(x_TD, weights_TK, into_EDF, out_EFD):
-        kept_TK = None
+        is_kept_TK = None
         if capacity:
             places = places_in_experts(experts, count, weights_TK if by_weight else None)
-            kept_TK = places < capacity
+            is_kept_TK = places < capacity
         if pads:
             order = pad_experts(experts, places, count, capacity)
         else:
-            order = sort_by_expert(experts, count, first, kept_TK=kept_TK)
+            order = sort_by_expert(experts, count, first, is_kept_TK=is_kept_TK)
         h_NF = jnp.tanh(grouped_matmul(spread(x_TD, order), into_EDF, order.sizes_E))
         h_NF *= rows_of_copies(weights_TK, order)[:, None]
         return collect(grouped_matmul(h_NF, out_EFD, order.sizes_E), order)

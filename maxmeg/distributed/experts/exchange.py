@@ -238,29 +238,29 @@ def block_rows(tokens: int, top_k: int, num_experts: int, buffer: float, limit: 
 
 
 def plan_of(
-    exchange: Blocks | Exchange, experts_TK, kept_TK: Bool[Array, "T K"], local_experts: int
+    exchange: Blocks | Exchange, experts_TK, is_kept_TK: Bool[Array, "T K"], local_experts: int
 ) -> Any:
     """Where copies go whose expert is numbered from the first one of the exchange.
 
-    kept_TK: copies that are sent; the experts of others may be out of range.
+    is_kept_TK: copies that are sent; the experts of others may be out of range.
     """
     if isinstance(exchange, Blocks):
-        experts_TK = jnp.where(kept_TK, experts_TK, exchange.experts)
+        experts_TK = jnp.where(is_kept_TK, experts_TK, exchange.experts)
         return Places(experts_TK, places_in_experts(experts_TK, exchange.experts + 1))
-    experts_TK = jnp.where(kept_TK, experts_TK, 0)
-    return plan_dispatch(experts_TK, local_experts, kept_TK, exchange)
+    experts_TK = jnp.where(is_kept_TK, experts_TK, 0)
+    return plan_dispatch(experts_TK, local_experts, is_kept_TK, exchange)
 
 
 def plan_dispatch(
-    experts_TK: Int[Array, "T K"], local_experts: int, kept_TK: Bool[Array, "T K"], exchange
+    experts_TK: Int[Array, "T K"], local_experts: int, is_kept_TK: Bool[Array, "T K"], exchange
 ) -> DispatchPlan:
-    """kept_TK: copies that are not dropped."""
+    """is_kept_TK: copies that are not dropped."""
     devices_TK, local_TK = experts_TK // local_experts, experts_TK % local_experts
-    order = sort_by_expert(devices_TK, exchange.devices, kept_TK=kept_TK, distinct=False)
+    order = sort_by_expert(devices_TK, exchange.devices, is_kept_TK=is_kept_TK, distinct=False)
     order = jax.tree.map(lambda index: collectives.stored(index, "dispatch_order"), order)
     starts = jnp.cumsum(order.sizes_E) - order.sizes_E
     never = jnp.iinfo(jnp.int32).max
-    places_TK = jnp.where(kept_TK, order.rows_TK - starts[devices_TK], never)
+    places_TK = jnp.where(is_kept_TK, order.rows_TK - starts[devices_TK], never)
     groups = collectives.inside(exchange.axes, exchange.nodes)
     counts = collectives.gather(order.sizes_E[None], exchange.axes, 0, groups)
     counts = collectives.stored(counts, "dispatch_counts")

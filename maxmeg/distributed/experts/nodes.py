@@ -40,21 +40,25 @@ class Nodes:
 
 
 def exchange_by_node(
-    nodes: Nodes, experts, x_TD: Float[Array, "T D"], routing: Routing, kept_TK: Bool[Array, "T K"]
+    nodes: Nodes,
+    experts,
+    x_TD: Float[Array, "T D"],
+    routing: Routing,
+    is_kept_TK: Bool[Array, "T K"],
 ) -> Float[Array, "T D"]:
-    """Weighted sums of the outputs of each token's experts. kept_TK: copies that are not dropped.
+    """Weighted sums of the outputs of each token's experts. is_kept_TK: False for dropped copies.
 
     experts(x_RD, sizes_E, weights_R) computes this device's experts.
     """
     inside, local_experts = nodes.inside, experts.up.shape[-3]
     here = local_experts * inside.devices
-    node_TK = jnp.where(kept_TK, routing.experts_TK // here, inside.nodes)
+    node_TK = jnp.where(is_kept_TK, routing.experts_TK // here, inside.nodes)
     places_TN = places_at_nodes(node_TK, inside.nodes)
     if nodes.direct is None:
-        return once_per_node(nodes, experts, x_TD, routing, kept_TK, places_TN)
-    y_TD = once_per_node(nodes, experts, x_TD, routing, kept_TK, places_TN)
+        return once_per_node(nodes, experts, x_TD, routing, is_kept_TK, places_TN)
+    y_TD = once_per_node(nodes, experts, x_TD, routing, is_kept_TK, places_TN)
     place_TK = jnp.take_along_axis(places_TN, jnp.minimum(node_TK, inside.nodes - 1), axis=1)
-    left_TK = kept_TK & (place_TK >= nodes.rows)
+    left_TK = is_kept_TK & (place_TK >= nodes.rows)
     plan = plan_of(nodes.direct, routing.experts_TK, left_TK, local_experts)
     rounds = nodes.direct.count_rounds(plan)
     operands = experts, x_TD, routing.weights_TK, plan, rounds
@@ -69,7 +73,7 @@ def places_at_nodes(node_TK: Int[Array, "T K"], nodes: int) -> Int[Array, "T nod
 
 
 def once_per_node(
-    nodes: Nodes, experts, x_TD, routing: Routing, kept_TK, places_TN
+    nodes: Nodes, experts, x_TD, routing: Routing, is_kept_TK, places_TN
 ) -> Float[Array, "T D"]:
     """Output of the tokens with a place below `rows` at their nodes."""
     inside, local_experts = nodes.inside, experts.up.shape[-3]
@@ -83,7 +87,7 @@ def once_per_node(
 
     # A row carries its token's experts, plus 1, and weights; rows without a token get zeros.
     weights_TK = routing.weights_TK
-    experts_TK = jnp.where(kept_TK, routing.experts_TK + 1, 0).astype(weights_TK.dtype)
+    experts_TK = jnp.where(is_kept_TK, routing.experts_TK + 1, 0).astype(weights_TK.dtype)
     labels_R = send(spread(jnp.concatenate((experts_TK, weights_TK), axis=1), order))
     labels_R = collectives.stored(labels_R, "dispatched_weights")
     experts_RK, weights_RK = jnp.split(labels_R, 2, axis=1)

@@ -269,9 +269,9 @@ def dense_mask(call: tuple) -> jax.Array | None:
         return operands.mask_B1LM
     queries, keys = operands.segments_BL, operands.key_segments_BM
     keys, places_1L = queries if keys is None else keys, jnp.arange(q_BLHK.shape[1])[None]
-    seen_BLM = visible(spec, places_1L, jnp.arange(k_BMGK.shape[1]), queries, keys)
+    is_visible_BLM = visible(spec, places_1L, jnp.arange(k_BMGK.shape[1]), queries, keys)
     unseen = fused.get_large_negative_number(q_BLHK.dtype)
-    return jnp.where(seen_BLM, jnp.zeros((), q_BLHK.dtype), unseen)[:, None]
+    return jnp.where(is_visible_BLM, jnp.zeros((), q_BLHK.dtype), unseen)[:, None]
 
 
 def fused_attention(

@@ -37,7 +37,7 @@ def bounds(spec, positions: Any, keys: Any) -> tuple[Any, Any]:
 def visible(spec, positions_AL, keys_M, segments_BL=None, segments_BM=None) -> jax.Array:
     """The mask [A or B, L, M]: whether each query sees each key. segments: documents of both."""
     lower_AL, upper_AL = bounds(spec, positions_AL, ENDLESS)
-    seen_ALM = (keys_M >= lower_AL[..., None]) & (keys_M < upper_AL[..., None])
+    is_visible_ALM = (keys_M >= lower_AL[..., None]) & (keys_M < upper_AL[..., None])
     if segments_BL is None or segments_BM is None:
-        return seen_ALM
-    return seen_ALM & (segments_BL[:, :, None] == segments_BM[:, None])
+        return is_visible_ALM
+    return is_visible_ALM & (segments_BL[:, :, None] == segments_BM[:, None])

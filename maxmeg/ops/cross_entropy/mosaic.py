@@ -108,6 +108,6 @@ def real_words(w_VD: jax.Array, spec: CrossEntropySpec) -> jax.Array:
 
 def local_targets(targets_T: jax.Array, w_VD: jax.Array, spec: CrossEntropySpec) -> jax.Array:
     """Row of each token's target in w_VD, -1 if it is on another device."""
-    known_T, first = known_targets(targets_T, spec), first_word(w_VD)
-    is_local_T = (known_T >= first) & (known_T < first + w_VD.shape[0])
-    return jnp.where(is_local_T, known_T - first, -1).astype(jnp.int32)
+    targets_T, first = known_targets(targets_T, spec), first_word(w_VD)
+    is_local_T = (targets_T >= first) & (targets_T < first + w_VD.shape[0])
+    return jnp.where(is_local_T, targets_T - first, -1).astype(jnp.int32)

@@ -78,8 +78,8 @@ def attend(q_BLHK, cache: PagedCache, spec: ScoreSpec, sinks_H, bias_NH=None):
         position_M = block * pages * S + jnp.arange(pages * S)
         blocks = gather(cache, block * pages + jnp.arange(pages))
         k_BMGK, v_BMGV = (with_dtype(x, q_BLHK.dtype) for x in blocks)
-        seen_BLM = (position_M >= lower_BL[..., None]) & (position_M < upper_BL[..., None])
-        seen_BM11 = seen_BLM.any(axis=1)[..., None, None]
+        is_visible_BLM = (position_M >= lower_BL[..., None]) & (position_M < upper_BL[..., None])
+        is_visible_BM11 = is_visible_BLM.any(axis=1)[..., None, None]
         scores_BGJLM = (spec.scale or K**-0.5) * jnp.einsum(
             "BLGJK,BMGK->BGJLM",
             q_BLGJK,
@@ -92,8 +92,8 @@ def attend(q_BLHK, cache: PagedCache, spec: ScoreSpec, sinks_H, bias_NH=None):
             distances_BLM = position_M - queries_BL[..., None]
             bias_BLMH = bias_NH[bias_buckets(distances_BLM, len(bias_NH), spec)]
             scores_BGJLM += jnp.moveaxis(bias_BLMH, 3, 1).reshape(scores_BGJLM.shape)
-        scores_BGJLM = jnp.where(seen_BLM[:, None, None], scores_BGJLM, NEGATIVE)
-        v_BMGV = jnp.where(seen_BM11, v_BMGV.astype(jnp.float32), 0)
+        scores_BGJLM = jnp.where(is_visible_BLM[:, None, None], scores_BGJLM, NEGATIVE)
+        v_BMGV = jnp.where(is_visible_BM11, v_BMGV.astype(jnp.float32), 0)
         return add_block(carry, scores_BGJLM, v_BMGV)
 
     shape = (B, G, H // G, L)

@@ -39,18 +39,18 @@ def sort_by_expert(
     experts_TK: Int[Array, "T K"],
     num_experts: int,
     first: int = 0,
-    kept_TK: Bool[Array, "T K"] | None = None,
+    is_kept_TK: Bool[Array, "T K"] | None = None,
     distinct: bool = True,
 ) -> Order:
     """Sort the copies for experts first .. first + num_experts - 1 by expert, then by token.
 
-    kept_TK: copies that are not dropped. distinct: a token's experts all differ, which bounds the
+    is_kept_TK: False for dropped copies. distinct: a token's experts all differ, which bounds the
     number of rows by min(K, num_experts) per token.
     """
     local_TK = experts_TK - first
     is_local_TK = (local_TK >= 0) & (local_TK < num_experts)
-    if kept_TK is not None:
-        is_local_TK &= kept_TK
+    if is_kept_TK is not None:
+        is_local_TK &= is_kept_TK
     local_R = jnp.where(is_local_TK, local_TK, num_experts).reshape(-1)
     copies_R = jnp.argsort(local_R, stable=True).astype(jnp.int32)
     sizes_E = count_values(local_R, num_experts)
