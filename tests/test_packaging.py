@@ -26,7 +26,8 @@ ASKED_FOR = {
     "tensorboardX": "tensorboardX",
 }
 IMPORT = re.compile(r"^ *(?:import (\w+)|from (\w+)[\w.]* import )", re.MULTILINE)
-HELD = (".py", ".sbatch", ".json", ".html", ".toml")  # endings of files that a wheel holds
+# Endings of files that a wheel holds.
+HELD = (".py", ".sbatch", ".json", ".toml", ".html", ".css", ".svg")
 TEST_COMMAND = "pip install -e '.[test]' && pytest -n 2"
 # Their private or fast-moving interfaces are used: a newer minor version may break a run.
 BOUNDED_ABOVE = {"flax", "grain", "jax", "optax"}

@@ -5,7 +5,6 @@ import contextlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from pathlib import Path
 
 import fastapi
 from starlette.responses import HTMLResponse, Response, StreamingResponse
@@ -13,6 +12,7 @@ from starlette.types import ASGIApp
 
 from maxmeg.inference.requests import Request
 from maxmeg.inference.sampling import Sampling
+from maxmeg.pages.templates import render
 from maxmeg.server.answers import ChatChoice, Choice, TextChoice, usage
 from maxmeg.server.errors import ApiError, Json, add_handlers, as_json, body_of
 from maxmeg.server.fields import Chat, Completion, Generation
@@ -23,7 +23,7 @@ from maxmeg.server.worker import Ticket, Update, Worker
 from maxmeg.server.writer import ServedWriter
 
 DEFAULT_TOKENS = 16  # of /v1/completions, as OpenAI's
-PAGE = Path(__file__).with_name("page.html")
+PAGE = render("chat.html")
 
 
 class Api:
@@ -212,7 +212,7 @@ def make_app(
 
     @app.get("/")
     async def page() -> Response:
-        return HTMLResponse(PAGE.read_bytes())
+        return HTMLResponse(PAGE)
 
     options = served.options
     size = int(options.max_body_mb * 1e6)

@@ -9,7 +9,8 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from maxmeg.pipeline.schedule import Table, forward_only, one_f_one_b, zero_bubble
-from maxmeg.planning.show.timeline import COLOURS, LEFT, shade, timeline_svg, timeline_text, title
+from maxmeg.planning.show.text import schedule_text, schedule_title
+from maxmeg.planning.show.timeline import COLOURS, LEFT, shade, timeline_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 BOX = re.compile(r"M([\d.]+) ([\d.]+)h([\d.]+)v([\d.]+)h-[\d.]+z")
@@ -20,7 +21,7 @@ TABLES = [
     forward_only(8, 4, 2),
     one_f_one_b(2, 1),
 ]
-EVERY = pytest.mark.parametrize("table", TABLES, ids=title)
+EVERY = pytest.mark.parametrize("table", TABLES, ids=schedule_title)
 
 
 def boxes(table: Table) -> dict[str, list[tuple[float, ...]]]:
@@ -28,7 +29,7 @@ def boxes(table: Table) -> dict[str, list[tuple[float, ...]]]:
     root = ElementTree.fromstring(timeline_svg(table))
     found = collections.defaultdict(list)
     for path in root.iter(f"{SVG}path"):
-        if colour := path.get("fill"):
+        if (colour := path.get("fill", "none")) != "none":
             found[colour] += [tuple(map(float, box)) for box in BOX.findall(path.attrib["d"])]
     return found
 
@@ -73,7 +74,7 @@ def test_widths_are_times():
 
 def test_numbers_are_those_of_microbatches():
     root = ElementTree.fromstring(timeline_svg(zero_bubble(16, 4)))
-    numbers = [text.text for group in root.iter(f"{SVG}g") for text in group.iter(f"{SVG}text")]
+    numbers = [text.text for group in root.iter(f"{SVG}g") if group.get("fill") for text in group]
     assert collections.Counter(numbers) == {str(m): 12 for m in range(16)}  # 4 stages x 3 lanes
 
 
@@ -95,15 +96,15 @@ def test_names_are_escaped():
 
 
 def test_text_has_bubble_and_live_activations():
-    text = timeline_text(one_f_one_b(16, 4))
+    text = schedule_text(one_f_one_b(16, 4))
     assert "1F1B: 4 stages, 16 microbatches, 22 ticks: 19 forward, 19 backward" in text
     assert "18.8% over the ideal" in text and "idle per stage: 3 F + 3 B + 3 W" in text
     assert "at most 7 5 3 1 microbatches" in text
-    text = timeline_text(one_f_one_b(16, 4, 2))
+    text = schedule_text(one_f_one_b(16, 4, 2))
     assert "Interleaved 1F1B: 4 stages x 2 chunks" in text
     assert "idle per stage: 1.5 F + 1.5 B + 1.5 W" in text and "11 9 7 5 chunks" in text
-    text = timeline_text(zero_bubble(16, 4))
+    text = schedule_text(zero_bubble(16, 4))
     assert "idle per stage: 3 F + 3 B" in text and "at most 4 weight-gradient passes" in text
-    assert "in flight" not in timeline_text(forward_only(8, 4))
-    assert "idle per stage: nothing" in timeline_text(one_f_one_b(8, 1))
-    assert all(len(line) <= 100 for line in timeline_text(one_f_one_b(64, 64)).splitlines())
+    assert "in flight" not in schedule_text(forward_only(8, 4))
+    assert "idle per stage: nothing" in schedule_text(one_f_one_b(8, 1))
+    assert all(len(line) <= 100 for line in schedule_text(one_f_one_b(64, 64)).splitlines())

@@ -2,12 +2,11 @@
 
 import json
 import math
-import re
 
 import pytest
 
 from maxmeg import plot
-from maxmeg.runtime.metrics.chart import Curve, chart, ticks
+from maxmeg.pages.chart import WIDTH, Chart, Curve, legend, tick_texts, ticks
 
 
 @pytest.mark.parametrize("low", [-1.0, 0.0, 1e-9, 3.14, 1e6])
@@ -21,16 +20,33 @@ def test_ticks_are_few_round_and_inside(low, span):
     assert all(low - step / 100 <= tick <= low + span + step / 100 for tick in found)
     mantissa = step / 10 ** math.floor(math.log10(step * 1.001))
     assert any(mantissa == pytest.approx(m, rel=1e-3) for m in (1, 2, 5))
+    texts = tick_texts(found)
+    assert len(set(texts)) == len(texts), texts
+
+
+def test_tick_texts_have_one_unit():
+    assert tick_texts([0, 5e-5, 1e-4]) == ["0", "0.5e-4", "1.0e-4"]
+    assert tick_texts([996e3, 998e3, 1e6]) == ["0.996M", "0.998M", "1.000M"]
+    assert tick_texts([0, 0.5, 1]) == ["0", "0.5", "1.0"]
+    assert tick_texts([-500, 0, 500, 1000]) == ["-500", "0", "500", "1,000"]
 
 
 def test_points_lie_in_the_chart_and_lines_are_thinned():
     curves = [Curve("a", "#123456", range(10_000), [1 / (n + 1) for n in range(10_000)])]
-    text = chart(curves, "step", str, top=0.01)
-    (points,) = re.findall(r'points="([^"]+)"', text)
-    pairs = [tuple(map(float, pair.split(","))) for pair in points.split()]
-    assert 100 < len(pairs) < 1100
-    assert all(0 <= x <= 480 and 0 <= y <= 270 for x, y in pairs)
-    assert chart([Curve("empty", "#123456", [], [])], "step", str).endswith("</svg>")
+    chart = Chart("Loss", "step", curves, top=0.01)
+    ((_, points),) = chart.lines
+    assert 100 < len(points) < 1100
+    assert all(chart.left <= x <= chart.right and 0 <= y <= chart.bottom for x, y, _ in points)
+    assert not Chart("Loss", "step", [Curve("empty", "#123456", [], [])]).lines
+
+
+def test_a_legend_has_as_many_rows_as_it_needs():
+    curves = [Curve(f"run {n} " + 10 * "long", "#123456", [1], [n]) for n in range(3)]
+    chart = Chart("Loss", "step", curves)
+    rows = [y for *_, y in chart.legend]
+    assert len(set(rows)) == 3 and max(rows) < chart.height
+    assert len({y for *_, y in legend([("a", []), ("b", [])], 0, WIDTH, 0)}) == 1
+    assert not Chart("Loss", "step", curves[:1]).legend
 
 
 def write_run(folder, losses, **more):

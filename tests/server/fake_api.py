@@ -5,9 +5,10 @@ import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
-PAGE = Path(__file__).parents[2] / "maxmeg/server/page.html"
+from maxmeg.pages.templates import render
+
+PAGE = render("chat.html")
 CODE = (
     "Use `range`:\n```python\nfor i in range(3):\n    print(i, '<b>')\n```\nIt prints three lines."
 )
@@ -53,7 +54,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         if self.path == "/":
-            return self.send(200, PAGE.read_bytes(), "text/html; charset=utf-8")
+            return self.send(200, PAGE.encode(), "text/html; charset=utf-8")
         if self.path == "/tokenizer_info":
             self.send_json(200, self.server.info())
         elif self.allowed():

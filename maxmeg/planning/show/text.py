@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import pathlib
+import textwrap
 from collections.abc import Sequence
 
 from maxmeg.config import values
@@ -13,7 +14,6 @@ from maxmeg.config.validate import axis_sizes, validate
 from maxmeg.models.mixers import unit_costs
 from maxmeg.pipeline.schedule import SCHEDULES, Table, bubble, live
 from maxmeg.planning.report import MARGIN, Analytic, Collective, Compiled, Traffic
-from maxmeg.planning.show.timeline import timeline_text
 from maxmeg.runtime.metrics.progress import quantity
 
 VERSION = 1  # of the JSON: raised when a field changes its meaning or goes away
@@ -24,6 +24,11 @@ SHORT = 0.1  # seconds; shorter steps are shown in milliseconds
 TRAFFIC_HEADER = ["purpose", "kind", "runs", "GiB sent", "ms"]
 CHOICE_HEADER = ["step", "tokens/s/GPU", "MFU, estimate", "bubble", "GiB"]
 DAY = 86_400  # seconds
+SCHEDULE_TITLES = {
+    "one_f_one_b": "1F1B",
+    "zero_bubble": "Zero bubble",
+    "forward_only": "Forward only",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +163,7 @@ def plan_text(plan: Plan) -> str:
     parts = [heading(plan)]
     parts += [choices_text(plan.choices)] if plan.choices else []
     parts += [analytic_text(plan.analytic)] if plan.analytic else []
-    parts += ["pipeline\n" + _indented(timeline_text(plan.table))] if plan.table else []
+    parts += ["pipeline\n" + _indented(schedule_text(plan.table))] if plan.table else []
     parts += [compiled_text(plan.compiled)] if plan.compiled else []
     return "\n\n".join(parts)
 
@@ -239,6 +244,44 @@ def speeds(report: Analytic) -> dict[str, str]:
         "MFU, estimate": f"{report.mfu:.1%}",
         "days for 1T tokens": f"{days:,.1f}",
     }
+
+
+def schedule_title(table: Table) -> str:
+    """ "Interleaved 1F1B: 4 stages x 2 chunks, 16 microbatches"."""
+    name = SCHEDULE_TITLES.get(table.name, table.name)
+    name = f"Interleaved {name}" if table.name == "one_f_one_b" and table.chunks > 1 else name
+    chunks = f" x {table.chunks} chunks" if table.chunks > 1 else ""
+    return f"{name}: {table.stages} stages{chunks}, {table.microbatches} microbatches"
+
+
+def schedule_facts(table: Table) -> list[tuple[str, str]]:
+    """(name, text) of the schedule: ticks, bubble, live activations."""
+    idle, in_flight = bubble(table), live(table)
+    on = ", ".join(f"{count} {name}" for name, count in idle.ticks.items())
+    terms = [f"{part:.4g} {name}" for part, name in zip(idle.lost, "FBW", strict=True) if part]
+    lost = " + ".join(terms) or "nothing"
+    over = f"{idle.fraction:.1%} over the ideal where F = B = W; idle per stage: {lost}"
+    facts = [
+        ("schedule", f"{schedule_title(table)}, {table.ticks} ticks: {on}"),
+        ("bubble", over),
+    ]
+    if any(in_flight):
+        each = " ".join(str(count) for count in in_flight)
+        unit = "microbatches" if table.chunks == 1 else "chunks of microbatches"
+        facts.append(("in flight", f"at most {each} {unit} on stages 0 to {table.stages - 1}"))
+    if table.deferred:
+        facts.append(
+            ("deferred", f"at most {table.deferred} weight-gradient passes wait per stage")
+        )
+    return facts
+
+
+def schedule_text(table: Table) -> str:
+    """The facts for a terminal."""
+    facts = schedule_facts(table)
+    width = max(len(name) for name, _ in facts) + 2
+    lines = (f"{name:{width}}{text}" for name, text in facts)
+    return "\n".join(textwrap.fill(line, 96, subsequent_indent=" " * width) for line in lines)
 
 
 def traffic_cells(row: Traffic) -> list[str]:

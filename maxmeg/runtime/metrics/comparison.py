@@ -6,13 +6,12 @@ import json
 import os
 import statistics
 from collections.abc import Iterator, Sequence
-from html import escape
 
-from maxmeg import pages
 from maxmeg.config.options import PlotAxis
-from maxmeg.runtime.metrics.chart import Curve, chart
+from maxmeg.pages.chart import Chart, Curve
+from maxmeg.pages.templates import Table, colour, render
 from maxmeg.runtime.metrics.plots import METRICS_FILE, smooth
-from maxmeg.runtime.metrics.progress import brief, duration, quantity, tokens_are_bytes
+from maxmeg.runtime.metrics.progress import duration, quantity, tokens_are_bytes
 
 _AXES = {  # label, and the metric that is read
     PlotAxis.step: ("step", "step"),
@@ -62,48 +61,39 @@ def read_run(folder: str, axis: PlotAxis) -> RunMetrics:
 def comparison_html(runs: Sequence[RunMetrics], axis: PlotAxis, command: str) -> str:
     """The page. command: what wrote it."""
     title = ", ".join(run.name for run in runs) if len(runs) < 4 else f"{len(runs)} runs"
-    label, _ = _AXES[axis]
-    charts = [pages.section(name, figure) for name, figure in _charts(runs, label)]
-    charts += [""] * (len(charts) % 2)
-    pairs = zip(charts[::2], charts[1::2], strict=True)
-    body = [f"<h1>{escape(title)}</h1>", pages.section("Runs", _table(runs))]
-    body += [pages.beside(left, right) for left, right in pairs]
-    notes = "Losses are in nats per token; training losses are smoothed over a thirtieth of a run. "
-    return pages.document(
-        title, "\n".join(body), f"{notes}<br>Made by <code>{escape(command)}</code>"
-    )
+    charts = _charts(runs, _AXES[axis][0])
+    return render("runs.html", title=title, command=command, runs=_table(runs), charts=charts)
 
 
-def _charts(runs: Sequence[RunMetrics], label: str) -> Iterator[tuple[str, str]]:
-    """(title, SVG) of every metric that a run has."""
+def _charts(runs: Sequence[RunMetrics], label: str) -> Iterator[Chart]:
+    """A chart of every metric that a run has."""
     curves, tops = [], []
-    for run, colour in _coloured(runs):
+    for index, run in enumerate(runs):
         xs, losses = run.curve("loss")
         means = smooth(losses)
         if len(runs) == 1:
-            curves.append(Curve(run.name, colour, xs, losses, faint=True))
-        curves.append(Curve(run.name, colour, xs, means))
+            curves.append(Curve(run.name, colour(index), xs, losses, faint=True))
+        curves.append(Curve(run.name, colour(index), xs, means))
         tops += means[int(_SETTLED * len(means)) :]
-    yield "Training loss", chart(curves, label, "{:.3g}".format, max(tops, default=1.0))
-    for title, metric, number, dots in (
-        ("Validation loss", "validation_loss", "{:.3g}".format, True),
-        ("Validation loss per byte", "validation_loss_per_byte", "{:.3g}".format, True),
-        ("Learning rate", "learning_rate", brief, False),
-        ("Gradient norm", "grad_norm", "{:.3g}".format, False),
-        ("Tokens per second", "tokens_per_second", quantity, False),
-        ("MFU, percent", "mfu", "{:.3g}".format, False),
-        ("Peak memory, GiB", "peak_memory_gib", "{:.3g}".format, False),
+    yield Chart("Training loss", label, curves, max(tops, default=1.0))
+    for title, metric in (
+        ("Validation loss", "validation_loss"),
+        ("Validation loss per byte", "validation_loss_per_byte"),
+        ("Learning rate", "learning_rate"),
+        ("Gradient norm", "grad_norm"),
+        ("Tokens per second", "tokens_per_second"),
+        ("MFU, percent", "mfu"),
+        ("Peak memory, GiB", "peak_memory_gib"),
     ):
-        curves = []
-        for run, colour in _coloured(runs):
+        curves, dots = [], metric.startswith("validation")
+        for index, run in enumerate(runs):
             xs, values = run.curve(metric)
-            smoothed = metric in ("grad_norm", "tokens_per_second", "mfu")
-            curves.append(
-                Curve(run.name, colour, xs, smooth(values) if smoothed else values, dots=dots)
-            )
+            if metric in ("grad_norm", "tokens_per_second", "mfu"):
+                values = smooth(values)
+            curves.append(Curve(run.name, colour(index), xs, values, dots=dots))
         same = metric == "validation_loss_per_byte" and all(map(_reads_bytes, runs))
         if any(curve.xs for curve in curves) and not same:
-            yield title, chart(curves, label, number)
+            yield Chart(title, label, curves)
 
 
 def _reads_bytes(run: RunMetrics) -> bool:
@@ -111,15 +101,15 @@ def _reads_bytes(run: RunMetrics) -> bool:
     return all(tokens_are_bytes(row) for row in run.rows if "validation_loss_per_byte" in row)
 
 
-def _table(runs: Sequence[RunMetrics]) -> str:
+def _table(runs: Sequence[RunMetrics]) -> Table:
     rows = []
-    for run, colour in _coloured(runs):
+    for run in runs:
         losses = smooth(run.curve("loss")[1])
         seconds, speeds = run.curve("step_seconds")[1], run.curve("tokens_per_second")[1]
         tokens = run.last("consumed_tokens")
         rows.append(
             [
-                pages.swatch(colour) + escape(run.name),
+                run.name,
                 f"{run.rows[-1]['step']:,}",
                 quantity(tokens) if tokens else "",
                 _loss(losses[-1] if losses else None),
@@ -130,12 +120,8 @@ def _table(runs: Sequence[RunMetrics]) -> str:
             ]
         )
     header = ["run", "steps", "tokens", "train loss", "val loss", "val per byte", "tok/s", "time"]
-    return pages.table(header, rows, "wnnnnnnn")
+    return Table(header, rows, "wnnnnnnn", swatches=True)
 
 
 def _loss(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}"
-
-
-def _coloured(runs: Sequence[RunMetrics]) -> Iterator[tuple[RunMetrics, str]]:
-    return ((run, pages.colour(index)) for index, run in enumerate(runs))

@@ -1,0 +1,1 @@
+"""HTML pages and SVG drawings that need no other file, in light and dark mode."""
