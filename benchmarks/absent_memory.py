@@ -1,13 +1,14 @@
 """The planner's memory against the compiler's: `python benchmarks/absent_memory.py --seed=1`.
 
     python benchmarks/absent_memory.py [--seed=N] [--count=12] [--axes=tensor,pipe,data,expert]
-        [--models=gemma2-2b,...] [--only=13,25] [--hlo=FOLDER]
+        [--models=gemma2-2b,...] [--recipes=none,mxfp8] [--optimizers=adamw,muon]
+        [--only=13,25] [--hlo=FOLDER]
 
 Draws whole models without scans on H100s that are not here by a seed: GPUs, layout, recomputation,
-microbatches, samples a microbatch. Hybrids and encoders, which the seeds up to 24 did not know,
-only by name. Keeps draws that are valid and take 10 to 95 % of a GPU's memory by formula. Compiles
-each (nothing is allocated), and prints its number, which depends on no formula, the formula's GiB,
-the compiler's and the deviation.
+microbatches, samples a microbatch, and, of those named, 8- or 4-bit recipe and optimizer. Hybrids
+and encoders, which the seeds up to 24 did not know, only by name. Keeps draws that are valid and
+take 10 to 95 % of a GPU's memory by formula. Compiles each (nothing is allocated), and prints its
+number, which depends on no formula, the formula's GiB, the compiler's and the deviation.
 """
 
 import argparse
@@ -20,7 +21,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from maxmeg.config.parallel import ParallelConfig, Schedule
-from maxmeg.config.schema import Config, TrainConfig
+from maxmeg.config.quantization import QuantizationRecipe
+from maxmeg.config.schema import Config, Optimizer, TrainConfig
 from maxmeg.config.validate import validate
 from maxmeg.models.registry import ARCHITECTURES, architecture, use_architecture
 from maxmeg.planning.analytic import analyze
@@ -45,13 +47,19 @@ def quick_models() -> list[str]:
 
 
 def draws(
-    seed: int, models: Sequence[str], axes: Sequence[str]
+    seed: int,
+    models: Sequence[str],
+    axes: Sequence[str],
+    recipes: Sequence[str] = ("none",),
+    optimizers: Sequence[str] = ("adamw",),
 ) -> Iterator[tuple[int, Config, int]]:
     """(number of the draw, config, number of GPUs) of valid draws, without end."""
     for number in itertools.count():
         chance = random.Random(f"{seed} {number}")
         name, gpus = chance.choice(models), chance.choice(GPUS)
         config = drawn(chance, name, gpus, axes)
+        config.train.quantization.recipe = QuantizationRecipe(chance.choice(recipes))
+        config.optim.optimizer = Optimizer(chance.choice(optimizers))
         try:
             validate(config, gpus)
             report = analyze(config, parse_cluster(f"h100x{gpus}"))
@@ -96,7 +104,9 @@ def words(config: Config, gpus: int) -> str:
     microbatches = train.global_batch_size // (shards * train.micro_batch_size)
     layout = ", ".join(sizes) or "fsdp alone"
     samples = f"{microbatches} x {train.micro_batch_size} samples"
-    return f"{config.run_dir}, {gpus} GPUs: {layout}; {config.model.recompute}, {samples}"
+    chosen = [config.train.quantization.recipe.value, config.optim.optimizer.value]
+    names = [config.model.recompute, *(one for one in chosen if one not in ("none", "adamw"))]
+    return f"{config.run_dir}, {gpus} GPUs: {layout}; {', '.join(names)}, {samples}"
 
 
 def main() -> None:
@@ -105,12 +115,15 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=12)
     parser.add_argument("--axes", default=",".join(AXES), help="beside fsdp; others have size 1")
     parser.add_argument("--models", default="", help="names, with commas; empty: all quick ones")
+    parser.add_argument("--recipes", default="none", help="of 8 and 4 bits, with commas")
+    parser.add_argument("--optimizers", default="adamw", help="names, with commas")
     parser.add_argument("--only", default="", help="numbers of draws to compile, with commas")
     parser.add_argument("--hlo", default="", help="folder for the compiled texts")
     options = parser.parse_args()
     models = options.models.split(",") if options.models else quick_models()
     only = {int(number) for number in options.only.split(",") if number}
-    found = draws(options.seed, models, options.axes.split(","))
+    named = (text.split(",") for text in (options.axes, options.recipes, options.optimizers))
+    found = draws(options.seed, models, *named)
     chosen = (draw for draw in found if not only or draw[0] in only)
     for number, config, gpus in itertools.islice(chosen, len(only) or options.count):
         report = analyze(config, parse_cluster(f"h100x{gpus}"))
