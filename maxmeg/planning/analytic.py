@@ -49,11 +49,10 @@ from maxmeg.planning.cost.loss import FLOAT32
 from maxmeg.planning.cost.memory import activations_by_mode, device_memory, head
 from maxmeg.planning.cost.offload import host_memory, offload_seconds
 from maxmeg.planning.cost.optimizer import (
-    average_bytes,
     is_halved,
-    moment_bytes,
     newton_schulz_flops,
     soap_flops,
+    state_bytes,
 )
 from maxmeg.planning.cost.parameters import parameter_counts
 from maxmeg.planning.cost.workload import Shard, Workload, workload
@@ -312,9 +311,8 @@ def update_seconds(work: Workload, cluster: Cluster) -> float:
     """Seconds of the optimizer, once per step: it reads gradients, masters and moments, writes
     masters and moments, and casts the weights. Those of Newton-Schulz iterations too, and of SOAP's
     products and decompositions."""
-    moved = sum(
+    moved = 2 * state_bytes(work) + sum(
         3 * FLOAT32 * shard.stored
-        + 2 * (moment_bytes(work, shard) + average_bytes(work, shard))
         + (0 if is_halved(work, shard) else (FLOAT32 + work.itemsize) * shard.stored)
         for shard in work.shards
         if shard.trained

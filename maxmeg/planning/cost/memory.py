@@ -19,12 +19,7 @@ from maxmeg.planning.cost.backward import (
     weight_lane,
 )
 from maxmeg.planning.cost.loss import FLOAT32, Head
-from maxmeg.planning.cost.optimizer import (
-    average_bytes,
-    host_master_bytes,
-    is_halved,
-    moment_bytes,
-)
+from maxmeg.planning.cost.optimizer import host_master_bytes, is_halved, state_bytes
 from maxmeg.planning.cost.workload import Shard, Unit, Workload
 
 
@@ -372,16 +367,13 @@ def parameter_memory(work: Workload) -> dict[str, int]:
     )
     state = sum(shard.stored for shard in work.shards if info(shard.parameter.variable).state)
     frozen = sum(shard.stored for shard in work.shards) - stored - state
-    moments = sum(moment_bytes(work, shard) for shard in trained)
-    averages = sum(average_bytes(work, shard) for shard in trained)
-    masters = FLOAT32 * (stored + state)
-    if work.config.optim.offload:
-        moments, averages = 0, 0
+    masters, offload = FLOAT32 * (stored + state), work.config.optim.offload
+    if offload:
         masters -= sum(host_master_bytes(work, shard) for shard in trained)
     return {
         "master weights": masters,
         **({"frozen": e * frozen} if frozen else {}),
-        "optimizer": moments + averages,
+        "optimizer": 0 if offload else state_bytes(work),
         "compute weights": copied,
         "gradients": sum(_gradient_bytes(work, shard) for shard in trained),
     }

@@ -10,68 +10,59 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh
 
-from maxmeg.config.schema import Masters, Moments, Optimizer
+from maxmeg.config.schema import Masters, OptimConfig, Optimizer
+from maxmeg.config.setting import walk, with_fields
+from maxmeg.optim.build import make_optimizer
 from maxmeg.optim.muon import coefficients, exchanged_over, parts
-from maxmeg.optim.storage import block_size, has_remainder
-from maxmeg.optim.trees import factor, is_matrix, without_matrix
+from maxmeg.optim.storage import has_remainder
+from maxmeg.optim.trees import factor, is_matrix
 from maxmeg.optim.whole_matrices import Plan, plan
 from maxmeg.parallel.mesh import MESH_AXES, mesh_shape
-from maxmeg.parallel.parameter import Side, info
-from maxmeg.parallel.rules import storage_axes
+from maxmeg.parallel.parameter import Side, info, is_variable
+from maxmeg.parallel.rules import shard_over_context, storage_axes
 from maxmeg.planning.cost.loss import FLOAT32
-from maxmeg.planning.cost.workload import ITEMSIZE, Shard, Workload, padded
+from maxmeg.planning.cost.parameters import Parameter
+from maxmeg.planning.cost.workload import ITEMSIZE, Shard, Workload
 
 
-def moments(work: Workload, shard: Shard) -> int:
-    """Number of arrays of a trained parameter's size in the optimizer state: 2 of AdamW; 1 of SGD
-    and Lion, and of a matrix that Muon orthogonalizes; of Adafactor 1 for vectors."""
-    optim = work.config.optim
-    if optim.optimizer is Optimizer.adafactor:
-        is_vector = not info(shard.parameter.variable).has_matrices
-        return is_vector + (optim.adafactor.momentum > 0)
-    if optim.optimizer in (Optimizer.sgd, Optimizer.lion) or is_orthogonalized(work, shard):
-        return 1
-    return 2
+def state_bytes(work: Workload) -> int:
+    """Bytes of the optimizer state and of the average that optim.ema keeps, on a device."""
+    trained = [shard for shard in work.shards if shard.trained]
+    every = tuple((shard.parameter, shard.variable.shape) for shard in trained)
+    config, mesh = work.config, abstract_mesh(work)
+    optim = frozenset((path, value) for path, value, _ in walk(config.optim))
+    averaged = FLOAT32 * sum(shard.stored for shard in trained)
+    total = _state_bytes(every, optim, mesh, config.parallel.zero1, config.parallel.fsdp_context)
+    return total + averaged * (config.optim.ema.decay > 0)
 
 
-def moment_bytes(work: Workload, shard: Shard) -> int:
-    """Bytes of the optimizer state of a trained parameter on a device. With float8 those of scales
-    too, 4 for each block; devices that share blocks of the last dimension hold its scales as
-    copies."""
-    kind, variable = work.config.optim.moments, shard.parameter.variable
-    others = FLOAT32 * sum(stored_of_others(work, shard))
-    if kind is Moments.float32 or not info(variable).has_matrices:
-        return FLOAT32 * shard.stored * moments(work, shard) + others
-    if kind is Moments.bfloat16:
-        return 2 * shard.stored * moments(work, shard) + others
-    mesh, size = abstract_mesh(work).shape, variable.shape[-1]
-    shards = math.prod(mesh[axis] for axis in shard.cuts[-1])
-    block = block_size(size)
-    copies = shards if size // block % shards else 1
-    scales = FLOAT32 * copies * shard.stored // block
-    return (shard.stored + scales) * moments(work, shard) + others
+@functools.lru_cache(maxsize=4096)
+def _state_bytes(
+    every: tuple, optim: frozenset, mesh: AbstractMesh, zero1: bool, over_context: bool
+) -> int:
+    total = 0
+    for state in states(every, optim, over_context):
+        used = itertools.chain(*storage_axes(state, mesh, zero1))
+        count = math.prod(state.shape) // math.prod(mesh.shape[axis] for axis in used)
+        total += state.dtype.itemsize * count
+    return total
 
 
-def average_bytes(work: Workload, shard: Shard) -> int:
-    """Bytes of the average that optim.ema keeps of a trained parameter on a device."""
-    return FLOAT32 * shard.stored if work.config.optim.ema.decay else 0
-
-
-def stored_of_others(work: Workload, shard: Shard) -> Iterator[int]:
-    """Numbers of elements on a device of arrays of other shapes than the parameter's: Adafactor's
-    means of rows and columns, SOAP's factors and eigenbases."""
-    kind, parameter = work.config.optim.optimizer, shard.parameter
-    mesh, variable = abstract_mesh(work), on_all_devices(work, shard)
-    if kind is Optimizer.adafactor and info(parameter.variable).has_matrices:
-        shapes = [(*variable.shape[:-2], size) for size in variable.shape[-2:]]
-        others = [without_matrix(variable, jax.ShapeDtypeStruct(s, jnp.float32)) for s in shapes]
-    elif kind is Optimizer.soap and is_matrix(parameter.path[0], parameter.axes):
-        others = factors(variable) * 2
-    else:
-        return
-    for other in others:
-        used = itertools.chain(*storage_axes(other, mesh, work.config.parallel.zero1))
-        yield math.prod(other.shape) // math.prod(mesh.shape[axis] for axis in used)
+@functools.lru_cache(maxsize=1024)
+def states(
+    every: tuple[tuple[Parameter, tuple], ...], optim: frozenset, over_context: bool
+) -> list[nnx.Variable]:
+    """The abstract arrays that the optimizer holds of parameters with these shapes. optim: fields
+    of OptimConfig."""
+    parts: dict[str, dict[str, nnx.Variable]] = {}
+    for parameter, shape in every:
+        variable = parameter.variable.replace(jax.ShapeDtypeStruct(shape, jnp.float32))
+        if over_context:
+            shard_over_context(variable)
+        parts.setdefault(parameter.path[0], {})[str(parameter.path)] = variable
+    optimizer = make_optimizer(with_fields(OptimConfig(), dict(optim)))
+    found = jax.tree.leaves(jax.eval_shape(optimizer.init, parts), is_leaf=is_variable)
+    return [one for one in found if is_variable(one) and one.get_value() is not None]
 
 
 def factors(variable: nnx.Variable) -> list[nnx.Variable]:
@@ -83,14 +74,6 @@ def factors(variable: nnx.Variable) -> list[nnx.Variable]:
 
 def abstract_mesh(work: Workload) -> AbstractMesh:
     return AbstractMesh(mesh_shape(work.axes, work.config.parallel.fold), MESH_AXES)
-
-
-def on_all_devices(work: Workload, shard: Shard) -> nnx.Variable:
-    """The parameter's variable with the shape that it has on all devices."""
-    parallel, model = work.config.parallel, work.config.model
-    places = tuple(number * parallel.chunks for number in work.places)
-    vocabulary = model.padded_vocab_size(parallel.tensor, parallel.pipe)
-    return padded(shard.parameter, places, parallel.pipe, vocabulary)
 
 
 def is_halved(work: Workload, shard: Shard) -> bool:
@@ -125,7 +108,7 @@ def exchange_plan(work: Workload, shard: Shard) -> tuple[Plan, list[int], int]:
     """(how devices exchange a parameter's matrices, elements of a matrix in each array that they
     exchange, matrices that a device updates). Of matrices whose heads lie on several devices along
     tensor, a device of Muon's has the columns of its heads."""
-    variable, mesh = on_all_devices(work, shard), abstract_mesh(work)
+    variable, mesh = shard.variable, abstract_mesh(work)
     optim, zero1, (rows, columns) = (
         work.config.optim,
         work.config.parallel.zero1,

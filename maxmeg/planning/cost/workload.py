@@ -47,11 +47,12 @@ class Shard:
     cut to one key/value head if there are fewer of them than tensor. whole: of that copy
     gathered over fsdp, along these mesh axes. zero1_axes: its gradient is scattered over these
     mesh axes. sum_axes: its gradient is summed over these. fused: it is part of a weight of several
-    projections; first_fused: its first part, or a weight by itself. cuts: mesh axes that shard each
-    dimension of the master.
+    projections; first_fused: its first part, or a weight by itself. variable: of the shape that it
+    has on all devices.
     """
 
     parameter: Parameter
+    variable: nnx.Variable = dataclasses.field(compare=False)
     stored: int
     computed: int
     whole: int
@@ -60,7 +61,6 @@ class Shard:
     sum_axes: tuple[str, ...]
     fused: bool = False
     first_fused: bool = True
-    cuts: tuple[tuple[str, ...], ...] = ()
 
     @functools.cached_property
     def trained(self) -> bool:
@@ -355,10 +355,9 @@ def _shards(
         sums = tuple("tensor" if name == "fold" else name for name in left)
         if parameter.projections is not None:
             groups[parameter.projections].append((len(shards), variable, place.cut))
-        sizes = parameter, stored, computed, whole
-        cuts = tuple(tuple(a for a in dim if mesh.shape[a] > 1) for dim in names)
+        sizes = parameter, variable, stored, computed, whole
         scattered = place.cut.axes if place.cut is not None else ()
-        shards.append(Shard(*sizes, gathered, scattered, sums, cuts=cuts))
+        shards.append(Shard(*sizes, gathered, scattered, sums))
     for group in groups.values():
         numbers, variables, cuts = zip(*group, strict=True)
         if can_fuse(variables, set(cuts), mesh, multiple):
