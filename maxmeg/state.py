@@ -102,8 +102,8 @@ def on_disk(state):
 def from_disk(
     state: TrainState, moments: Moments, optim: OptimConfig, abstract: TrainState
 ) -> TrainState:
-    """The state of a run, whose abstract state is given, from one with float32 masters and with
-    moments stored like `moments`."""
+    """Convert a restored state (float32 masters, moments stored like `moments`) to the run's
+    storage formats. abstract: the run's abstract state."""
     if moments is optim.moments and optim.masters is Masters.float32:
         return state
 

@@ -29,13 +29,13 @@ COMMANDS = {
     "chat": Command("maxmeg.chat:main", "talk with a model in the terminal", options.Chat),
     "retrieve": Command("maxmeg.retrieve:main", "search by a biencoder", options.Retrieve),
     "serve": Command("maxmeg.serve:main", "OpenAI's API over HTTP", options.Serve),
-    "replay": Command("maxmeg.serve:replay", "a server's log once more", options.Replay),
+    "replay": Command("maxmeg.serve:replay", "repeat a server's request log", options.Replay),
     "preprocess": Command(
         "maxmeg.preprocess:command", "tokenize, inspect and merge corpora", arguments=True
     ),
     "neighbours": Command(
         "maxmeg.retrieval.neighbours:main",
-        "RETRO's neighbours of a corpus",
+        "build RETRO's neighbour index",
         options.Neighbours,
         True,
     ),
@@ -46,7 +46,7 @@ COMMANDS = {
     "plot": Command("maxmeg.plot:main", "compare runs on a page", arguments=True),
     "doctor": Command("maxmeg.doctor:main", "check a machine or a job", options.Doctor),
     "config": Command("maxmeg.config.compare:main", "compare settings", arguments=True),
-    "launch": Command("maxmeg.runtime.launchers:main", "launch scripts", arguments=True),
+    "launch": Command("maxmeg.runtime.launchers:main", "paths of launch scripts", arguments=True),
     "models": Command(
         "maxmeg.planning.show.models:main", "named architectures and their sizes", arguments=True
     ),

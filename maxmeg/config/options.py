@@ -234,7 +234,9 @@ class Serve(EngineOptions):
     max_grammar: int = setting(65536, "most characters of a schema or grammar", at_least=0)
     grammar_seconds: float = setting(5.0, "most time to compile a grammar", above=0)
     mask_seconds: float = setting(2.0, "most CPU time to follow a grammar in one reply", above=0)
-    drain_seconds: float = setting(30.0, "that requests may take to end after SIGTERM", at_least=0)
+    drain_seconds: float = setting(
+        30.0, "time for running requests to finish after SIGTERM", at_least=0
+    )
 
 
 @dataclasses.dataclass

@@ -52,16 +52,15 @@ class ParallelConfig(Section):
     )
     expert_buffer: float = setting(
         1.5,
-        "receive buffer of token dispatch, as a multiple of the mean load of a device (with "
-        "model.moe.backend=batched, of an expert); >= 1; overflow is sent in further rounds",
+        "size of the dispatch buffer over the mean load of a device (with "
+        "model.moe.backend=batched, of an expert), >= 1; more tokens take extra rounds",
         at_least=1,
     )
     expert_nodes: int = setting(
         0,
-        "dispatch in two levels: number of nodes of an expert-parallel group; a token is sent once "
-        "to every node that has one of its experts, and distributed inside the node; 1: off, a "
-        "token is sent to each expert's device; 0: on, with 8 GPUs per node, if routing is limited "
-        "to groups (model.moe.num_groups), else off",
+        "two-level dispatch, a token is sent once per node and then inside the node: number of "
+        "nodes of an expert-parallel group; 1: off; 0: on, with 8 GPUs per node, if routing is "
+        "limited to groups (model.moe.num_groups), else off",
         at_least=0,
         needs="expert",
     )
@@ -88,8 +87,8 @@ class ParallelConfig(Section):
     )
     fsdp_context: bool = setting(
         False,
-        "fsdp shards parameters over context too: the devices of a sequence share one copy of the "
-        "weights, and gather each layer twice per microbatch",
+        "FSDP shards over the context axis too: less memory, one all-gather per layer in forward "
+        "and one in backward",
         needs="context",
     )
     context_inner: int = setting(

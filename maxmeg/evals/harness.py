@@ -59,7 +59,7 @@ Pair = tuple[Sequence[int], Sequence[int]]  # tokens of the context, and of its 
 
 
 def score(model: LM, tokens: Tokens) -> tuple[Float[Array, " T"], Bool[Array, " T"]]:
-    """Return the log-probability of every target, and whether it is the likeliest token."""
+    """Return the log-probability of every target, and whether it is the most likely token."""
     B, L = tokens.ids_BL.shape
     last_B1 = jnp.maximum(tokens.lengths_B - 1, 0)[:, None]
     positions_BL = jnp.minimum(jnp.arange(L), last_B1)  # LongRoPE depends on the length

@@ -484,7 +484,7 @@ class Engine:
 
 
 def top_of(request: Request, tokens: np.ndarray, logprobs: np.ndarray) -> list:
-    """[the likeliest tokens with their log-probabilities]; [] if the request wants none."""
+    """[the most likely tokens with their log-probabilities]; [] if the request wants none."""
     count = request.sampling.top_logprobs
     pairs = zip(tokens.tolist(), logprobs.tolist(), strict=True)
     return [list(itertools.islice(pairs, count))] if count else []

@@ -41,7 +41,7 @@ CPU_CACHE, GPU_CACHE = 2**30, 0.85  # bytes on a CPU; share of the free memory o
 
 
 class Read(typing.NamedTuple):
-    """What a step returns: arrays [rows, samples], [rows, samples, TOP] for the likeliest tokens,
+    """What a step returns: arrays [rows, samples], [rows, samples, TOP] for the most likely tokens,
     and for each sample [rows, samples, drafts] what MTP layers propose after the last taken one."""
 
     tokens: np.ndarray

@@ -41,7 +41,7 @@ class Reply:
     """The answer to a request, as far as it is known.
 
     tokens: new ones, without the end token. logprobs: of each. top: (token, log-probability) of the
-    likeliest ones in place of each, if the request asks for them. prompt_logprobs, prompt_top: the
+    most likely ones at each place, if the request asks for them. prompt_logprobs, prompt_top: the
     same for the prompt's tokens after the first, if the request asks for them. text: of the tokens;
     it only grows (`Text`). reason: why the reply ended: "stop" (an end token, a stop string, or a
     complete grammar), "length", "cancelled", "grammar" (it became too complex to be followed) or

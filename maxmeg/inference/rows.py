@@ -111,7 +111,7 @@ def change_inputs(vocab_size: int) -> Layout:
 
 
 def step_results(top: int, drafts: int) -> Layout:
-    """What a step returns for each sampled token: with the likeliest ones, and for each what MTP
+    """What a step returns for each sampled token: with the most likely ones, and for each what MTP
     layers propose after the last taken one."""
     return Layout(
         Field("tokens"),

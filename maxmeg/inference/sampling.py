@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-TOP = 20  # likeliest tokens whose log-probabilities a request can ask for
+TOP = 20  # most likely tokens whose log-probabilities a request can ask for
 BIASES = 300  # tokens whose logits a request can change
 
 
@@ -18,10 +18,10 @@ BIASES = 300  # tokens whose logits a request can change
 class Sampling:
     """How tokens are sampled.
 
-    temperature: 0 takes the likeliest token. top_k: keeps the k likeliest tokens (0: all), min_p:
-    those with at least min_p times the probability of the likeliest, top_p: of the rest the
-    smallest set with at least this probability. Tokens as likely as the last one kept are kept.
-    top_logprobs: number of likeliest tokens whose log-probabilities are returned.
+    temperature: 0 takes the most likely token. top_k: keeps the k most likely tokens (0: all).
+    min_p: keeps those with at least min_p times the highest probability. top_p: keeps of the rest
+    the smallest set with at least this probability, and tokens as likely as its last one.
+    top_logprobs: number of most likely tokens whose log-probabilities are returned.
 
     Before that, the logit of each token that is in the prompt or the reply is divided by
     repetition_penalty, or multiplied if it is negative; then frequency_penalty times the number of
@@ -106,7 +106,7 @@ class Changes(typing.NamedTuple):
 
 
 class Chosen(typing.NamedTuple):
-    """A token of each row, its log-probability, and those of the TOP likeliest tokens.
+    """A token of each row, its log-probability, and those of the TOP most likely tokens.
 
     Log-probabilities are of the plain logits, before temperature and limits.
     """
@@ -120,7 +120,7 @@ class Chosen(typing.NamedTuple):
 def choose(
     logits_BV: Float[Array, "B V"], rows: Rows, changes: Changes, wants_top_B: jax.Array
 ) -> Chosen:
-    """Sample a token for each row. wants_top_B: rows that need the likeliest tokens."""
+    """Sample a token for each row. wants_top_B: rows that need the most likely tokens."""
     ids_B = sample(changed(logits_BV, changes), rows)
     sums_B1 = jax.nn.logsumexp(logits_BV, axis=-1, keepdims=True)
     logprobs_B = jnp.take_along_axis(logits_BV, ids_B[:, None], axis=1)[:, 0] - sums_B1[:, 0]
@@ -189,7 +189,7 @@ def is_allowed(words_BW: Int[Array, "B W"], vocab_size: int) -> Bool[Array, "B V
 
 
 class Scores(typing.NamedTuple):
-    """Log-probabilities of given tokens, and the TOP likeliest tokens in place of each."""
+    """Log-probabilities of given tokens, and the TOP most likely tokens in place of each."""
 
     logprobs_BL: Float[Array, "B L"]
     top_ids_BLT: Int[Array, "B L T"]

@@ -30,7 +30,7 @@ class Widths:
     stored: {name of an activation, as in config.recompute: width} of the outputs of products. A
     device has 1 / tensor of each. A key/value head counts once per device that computes it.
     replicated: the same for outputs that every device along tensor has completely.
-    queries_keys_values: the part of `stored` whose gradients a weight-gradient lane keeps.
+    queries_keys_values: width of q, k and v, whose gradients zero bubble keeps for the weight lane.
     normalized: the part of `stored` that is normalized (queries and keys).
     last_input: width of the input of the last product; a weight-gradient lane keeps its gradient.
     gathered: widths of the sequences that the mixer itself gathers over tensor.

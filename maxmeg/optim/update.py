@@ -117,7 +117,7 @@ def store(finite: jax.Array, run: Callable, gradients, old: Parts, aux: list, **
     if old.remainders is not None:
         model, remainders = divided(new.model)
         new = new._replace(model=model, remainders=remainders)
-    # Scales of moments that are in another group lose the size of their blocks.
+    # Selecting a group drops block_size from the scales of the others: restore the structure.
     moments = jax.tree.unflatten(jax.tree.structure(old.moments), jax.tree.leaves(new.moments))
     return choose(finite, new._replace(moments=moments), old)
 

@@ -143,9 +143,9 @@ def storage_axes(
     """Mesh axes of each dimension of masters, moments and checkpoints, with ZeRO-1.
 
     Scales of blocks are sharded like their parameter, unless devices share blocks of the last
-    dimension: they then hold copies. Rows of a factor are sharded over the axes that shard its
-    parameter's rows and columns, in this order: over the longest run of them, from the first for
-    left factors, up to the last for right ones, whose devices divide the rows.
+    dimension: they then hold copies. A factor is sharded by rows, over the longest prefix (left
+    factors) or suffix (right factors) of its parameter's row and column axes whose number of
+    devices divides the rows.
     """
     axes = mesh_axes(variable, mesh)
     cut = zero1_cut(variable, mesh) if zero1 else None

@@ -55,10 +55,10 @@ class Carry(typing.NamedTuple):
 
     x, dy: received from the previous and the next stage. rings: residuals of each group by slot and
     layer. deferred: inputs of the weight lane from the backward lane.
-    ended: 0, which XLA knows once the tick before has made its gradients; used without a pipeline.
-    weights: what ZeRO-1 cuts of each group's parameters, gathered in the first tick. outer: sums of
-    gradients. groups: those of each group's. sums: sums of the head. aux: auxiliary values of each
-    group, stacked over all its layers in model order.
+    ended: a zero that depends on the gradients of the previous tick: without a pipeline it keeps
+    XLA from overlapping two microbatches. weights: ZeRO-1 parameters of each group, gathered in the
+    first tick. outer, groups: sums of gradients outside of the layers, and of each group. sums:
+    sums of the head. aux: auxiliary values of each group, stacked over its layers in model order.
     """
 
     x: typing.Any

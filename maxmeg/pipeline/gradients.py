@@ -2,8 +2,8 @@
 
 A layer's gradients are added to its row of the sums. Under fsdp they are summed over devices and
 scattered first. In the last tick, every row becomes complete: what ZeRO-1 cuts is then summed and
-scattered over the axes of its cut. Both happen beside products: the gradients that backward
-computes last wait, whole, until the next layer of the lane runs.
+scattered over the axes of its cut. Both overlap with products: the gradients of a layer are reduced
+while the next layer computes.
 """
 
 import typing

@@ -77,5 +77,5 @@ def on_last_stage(function: Callable, params, x, constants):
 
 
 def branch(run: Callable):
-    """run() on the last stage, elsewhere the start values of what it returns."""
+    """run() on the last stage; zeros of the same shapes (-inf for a Max) on the others."""
     return lax.cond(is_last(), run, lambda: start_values(jax.eval_shape(run)))

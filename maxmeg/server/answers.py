@@ -49,7 +49,7 @@ class TextChoice:
         return {"tokens": names, "token_logprobs": values, "top_logprobs": likeliest}
 
     def _likeliest(self, pairs: Top, token: int, value: float) -> dict[str, float]:
-        """By text; of tokens with the same text the likeliest, and always the one in its place."""
+        """Log-probabilities by text: the largest of tokens with the same text, and `token`'s."""
         logprobs: dict[str, float] = {}
         for other, logprob in [*pairs, (token, value)]:
             logprobs.setdefault(name_of(self.tokenizer, other), finite(logprob))

@@ -48,7 +48,7 @@ REFUSED = {  # what the reason says: the call
     "need queries that are also the keys": {"segments_BL": GIVEN, "key_segments_BM": GIVEN},
     "also the keys, from position 0": {"spec": FULL, "lengths": (2, 4), "segments_BL": GIVEN},
     "documents and chunks need": {"spec": ScoreSpec(causal=False, chunk=2), "offset": 2},
-    "10.x are not proved": {"segments_BL": GIVEN, "device": BLACKWELL},
+    "untested on GPUs of compute capability 10.x": {"segments_BL": GIVEN, "device": BLACKWELL},
     "head dim 192 > 128": {"sizes": (192, 128), "segments_BL": GIVEN},
     "head dim 256 > 128": {"sizes": (256, 256), "spec": ScoreSpec(chunk=2)},
     "one length": {"lengths": (2, 4), "offset": 2},

@@ -65,7 +65,7 @@ FEATURES = {
     ),
     "packing, Blackwell": (
         *({}, {"packing": Packing.best_fit}, BLACKWELL, "xla"),
-        "documents and chunks on a GPU of compute capability 10.x are not proved",
+        "documents and chunks are untested on GPUs of compute capability 10.x",
     ),
     "named xla": ({"attention.backend": AttentionBackend.xla}, {}, HOPPER, "xla", ""),
     "named mosaic": (

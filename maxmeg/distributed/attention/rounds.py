@@ -92,8 +92,8 @@ class Round:
 
     pairs: (half of the queries, half of the keys) that meet; None: the pieces as they are. source:
     rank that the keys are from. halo: the keys are the `halo` tokens before a half, the queries its
-    first ones. by_place: the mask depends on the places of queries and keys. local: queries are
-    also the keys.
+    first ones. by_place: compute the mask from token positions (windows, dropout), not from the
+    order of halves. local: queries are also the keys.
     """
 
     spec: ScoreSpec

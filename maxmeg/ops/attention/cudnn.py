@@ -110,9 +110,9 @@ def refuses_mask(
     if not spec.merged and (not square or operands.key_segments_BM is not None):
         return "documents and chunks need queries that are also the keys, from position 0"
     if major >= BLACKWELL:
-        return f"documents and chunks on a GPU of compute capability {major}.x are not proved"
+        return f"documents and chunks are untested on GPUs of compute capability {major}.x"
     if head_dim > LARGEST_MASKED:
-        return f"documents and chunks with head dim {head_dim} > {LARGEST_MASKED} are not proved"
+        return f"documents and chunks are untested with head dim {head_dim} > {LARGEST_MASKED}"
     return refuses_rules()
 
 
