@@ -13,10 +13,10 @@ from pathlib import Path
 
 sys.path.insert(0, os.environ.get("MAXMEG_CHECKOUT") or str(Path(__file__).parent.parent))
 
+from maxmeg.config.architectures import use_architecture
 from maxmeg.config.mixers import AttentionBackend
 from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.schema import Config, TrainConfig
-from maxmeg.models.registry import use_architecture
 from maxmeg.planning.compile import compile_report
 
 

@@ -20,11 +20,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from maxmeg.config.architectures import ARCHITECTURES, architecture, use_architecture
 from maxmeg.config.parallel import ParallelConfig, Schedule
 from maxmeg.config.quantization import QuantizationRecipe
 from maxmeg.config.schema import Config, Optimizer, TrainConfig
 from maxmeg.config.validate import validate
-from maxmeg.models.registry import ARCHITECTURES, architecture, use_architecture
 from maxmeg.planning.analytic import analyze
 from maxmeg.planning.compile import compile_report
 from maxmeg.planning.hardware import GPUS_A_NODE, parse_cluster

@@ -18,9 +18,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from maxmeg.config.architectures import use_architecture
 from maxmeg.config.mixers import AttentionBackend
 from maxmeg.config.schema import Config
-from maxmeg.models.registry import use_architecture
 from maxmeg.planning import hlo
 from maxmeg.planning.compile import compile_report
 from maxmeg.planning.cost.flops import training_flops

@@ -106,9 +106,9 @@ def cpu_seconds(call: Callable[[], object]) -> float:
 
 def plan() -> dict:
     """Measure the planner; returns the numbers."""
+    from maxmeg.config.architectures import use_architecture
     from maxmeg.config.parallel import ParallelConfig
     from maxmeg.config.schema import Config, TrainConfig
-    from maxmeg.models.registry import use_architecture
     from maxmeg.planning.analytic import analyze
     from maxmeg.planning.hardware import parse_cluster
     from maxmeg.planning.search import search

@@ -7,11 +7,11 @@ by `maxmeg preprocess --split_sentences`, and its --data.tokenizer. --config=ber
 architecture of that name (`maxmeg models bert`), for GPUs.
 """
 
+from maxmeg.config.architectures import use_architecture
 from maxmeg.config.data import Builtin
 from maxmeg.config.model import DType
 from maxmeg.config.schema import Config, LrDecay
 from maxmeg.configs import gpt
-from maxmeg.models.registry import use_architecture
 
 
 def get_config(size: str = "") -> Config:

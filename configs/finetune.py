@@ -13,10 +13,10 @@ On chats, with the loss on what the assistant says: `--data.objective=sft --data
 what positions and windows depend on may change; `--lora.rank=16` trains adapters.
 """
 
+from maxmeg.config.architectures import suited
 from maxmeg.config.model import DType
 from maxmeg.config.schema import Config, LrDecay
 from maxmeg.hf.settings import next_run, settings_of
-from maxmeg.models.registry import suited
 
 
 def get_config(folder: str = "") -> Config:

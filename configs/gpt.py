@@ -7,10 +7,10 @@ short qwen3-8b: that architecture from scratch with usual settings, for GPUs; gi
 --data.paths=PREFIX.
 """
 
+from maxmeg.config.architectures import use_architecture
 from maxmeg.config.data import Builtin
 from maxmeg.config.model import DType
 from maxmeg.config.schema import Config, LrDecay
-from maxmeg.models.registry import use_architecture
 
 
 def get_config(size: str = "") -> Config:

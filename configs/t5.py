@@ -8,12 +8,12 @@ which has padding, a first token and sentinels. Pairs of texts: --data.objective
 architecture of that name (`maxmeg models t5`), for GPUs.
 """
 
+from maxmeg.config.architectures import use_architecture
 from maxmeg.config.data import Builtin
 from maxmeg.config.model import DType
 from maxmeg.config.schema import Config
 from maxmeg.configs import gpt
 from maxmeg.configs.bert import small_run
-from maxmeg.models.registry import use_architecture
 
 
 def get_config(size: str = "") -> Config:

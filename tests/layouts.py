@@ -9,6 +9,7 @@ import pytest
 
 from maxmeg.checkpoint.initialize import create_state
 from maxmeg.checkpoint.names import nested, to_arrays
+from maxmeg.config.architectures import use_architecture
 from maxmeg.config.data import DataConfig
 from maxmeg.config.mixers import QkNorm
 from maxmeg.config.model import DType, ModelConfig, Norm, NormPlace, Position
@@ -17,7 +18,6 @@ from maxmeg.config.schema import Config, TrainConfig
 from maxmeg.config.setting import with_fields
 from maxmeg.config.validate import axis_sizes, validate
 from maxmeg.models.lm import LM
-from maxmeg.models.registry import use_architecture
 from maxmeg.objectives.objective import Objective
 from maxmeg.optim.build import make_optimizer
 from maxmeg.parallel.batch import Batch

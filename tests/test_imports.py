@@ -9,7 +9,7 @@ from test_style import IMPORTED, module_name
 
 REPOSITORY = Path(__file__).parent.parent
 WITHOUT_JAX = r"maxmeg\.(config(\..*)?|__main__|configs\..*|data\.corpus\.indexed"
-WITHOUT_JAX += r"|data\.samples\.sampling|pipeline\.schedule|models\.registry)"
+WITHOUT_JAX += r"|data\.samples\.sampling|pipeline\.schedule)"
 IMPORT_WITHOUT_JAX = """
 import importlib, sys
 sys.modules |= dict.fromkeys(("jax", "flax", "optax"))  # an import of these fails

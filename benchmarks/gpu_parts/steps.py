@@ -12,9 +12,9 @@ ALL_LAYERS = {"llama3-8b": 32, "tiny": 4}  # of what is measured with fewer
 
 def run_config(model: Model, samples: int, recompute: str):
     """Config of one microbatch on one device."""
+    from maxmeg.config.architectures import use_architecture
     from maxmeg.config.schema import Config
     from maxmeg.config.setting import get, set_field
-    from maxmeg.models.registry import use_architecture
 
     config = Config()
     config.model.vocab_size = 512

@@ -13,13 +13,13 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import absent_exposed
 
+from maxmeg.config.architectures import use_architecture
 from maxmeg.config.mixers import AttentionBackend, ExpertBackend
 from maxmeg.config.model import ModelConfig, Position
 from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.schema import Config, TrainConfig
 from maxmeg.config.setting import with_fields
 from maxmeg.config.validate import axis_sizes
-from maxmeg.models.registry import use_architecture
 from maxmeg.ops.experts.dispatch import capacity_of
 from maxmeg.planning import hlo
 from maxmeg.planning.compile import compile_report

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from maxmeg.config.architectures import use_architecture
 from maxmeg.config.mixers import AttentionBackend
 from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.schema import Config, TrainConfig
 from maxmeg.config.setting import with_fields
-from maxmeg.models.registry import use_architecture
 from maxmeg.planning import hlo
 from maxmeg.planning.analytic import analyze
 from maxmeg.planning.compile import compile_report

@@ -17,7 +17,7 @@ from maxmeg.config.schema import Config
 from maxmeg.data.tokenizers.load import load_tokenizer
 from maxmeg.inference.load import Trained
 from maxmeg.inference.programs import Programs
-from maxmeg.models.registry import use_architecture
+from maxmeg.config.architectures import use_architecture
 from maxmeg.optim.build import make_optimizer
 from maxmeg.parallel.mesh import BATCH_AXES, make_mesh
 from maxmeg.config.validate import axis_sizes

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from maxmeg.config.architectures import use_architecture
 from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.quantization import BlockBackend, QuantizationRecipe
 from maxmeg.config.schema import Config, TrainConfig
-from maxmeg.models.registry import use_architecture
 from maxmeg.planning.compile import compile_report
 from maxmeg.planning.cost.communication import traffic
 from maxmeg.planning.cost.memory import device_memory

@@ -11,17 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from written_settings import values_of
 
-from maxmeg.config.mixers import AttentionBackend
-from maxmeg.config.parallel import ParallelConfig
-from maxmeg.config.schema import Config, LossBackend
-from maxmeg.config.setting import declared_problems, get, walk, with_fields
-from maxmeg.config.validate import axis_sizes, resolve, validate
-from maxmeg.models.registry import (
+from maxmeg.config.architectures import (
     ARCHITECTURES,
     LONGEST_SAMPLE,
     architecture,
     use_architecture,
 )
+from maxmeg.config.mixers import AttentionBackend
+from maxmeg.config.parallel import ParallelConfig
+from maxmeg.config.schema import Config, LossBackend
+from maxmeg.config.setting import declared_problems, get, walk, with_fields
+from maxmeg.config.validate import axis_sizes, resolve, validate
 from maxmeg.ops.attention import call as attention
 from maxmeg.ops.cross_entropy import call as cross_entropy
 

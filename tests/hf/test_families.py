@@ -10,6 +10,7 @@ from published_configs import PUBLISHED, published
 from tables import thinned
 from written_settings import values_of
 
+from maxmeg.config import architectures
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.setting import get, with_fields
 from maxmeg.hf.families.classifier_tables import CLASSIFIERS
@@ -28,7 +29,6 @@ from maxmeg.hf.families.read import (
     unused_arrays,
 )
 from maxmeg.hf.families.rotary import longrope_notes
-from maxmeg.models import registry
 
 
 def dimensions_of(array: str, by_expert: bool) -> int:
@@ -43,7 +43,7 @@ def test_published_configs_give_the_published_models(name):
     fields = values_of(settings, ModelConfig)
     assert {field: get(model, field) for field in fields} == fields
     if not fields:
-        named = registry.architecture(name.removeprefix("further/"))
+        named = architectures.architecture(name.removeprefix("further/"))
         named.mtp, named.mamba.chunk = model.mtp, model.mamba.chunk  # choices of training
         assert not differences(named, model)
     actual = bindings(model, family)

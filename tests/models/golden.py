@@ -10,8 +10,8 @@ from pathlib import Path
 import jax
 
 from maxmeg.checkpoint.names import array_name
+from maxmeg.config.architectures import architecture
 from maxmeg.models.lm import LM
-from maxmeg.models.registry import architecture
 from maxmeg.parallel.parameter import is_variable, logical_axes
 
 FOLDER = Path(__file__).parents[1] / "golden"

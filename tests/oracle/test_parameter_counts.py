@@ -6,9 +6,9 @@ import torch
 import transformers
 
 from maxmeg.checkpoint.names import array_name
+from maxmeg.config.architectures import ARCHITECTURES, architecture
 from maxmeg.hf.families.read import BIAS, families_of, hf_config
 from maxmeg.models.lm import LM
-from maxmeg.models.registry import ARCHITECTURES, architecture
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

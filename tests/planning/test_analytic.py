@@ -8,11 +8,11 @@ import pytest
 from layouts import of
 from tables import thinned
 
+from maxmeg.config.architectures import ARCHITECTURES, architecture
 from maxmeg.config.parallel import Schedule
 from maxmeg.config.quantization import BlockBackend, QuantizationRecipe
 from maxmeg.config.recompute import POLICIES
 from maxmeg.config.validate import head_problems
-from maxmeg.models.registry import ARCHITECTURES, architecture
 from maxmeg.pipeline.schedule import SCHEDULES
 from maxmeg.planning import analytic
 from maxmeg.planning.analytic import analyze, exposed_seconds, layer_seconds, product_seconds

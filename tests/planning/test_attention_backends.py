@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import pytest
 from layouts import mesh_of, tiny
 
+from maxmeg.config.architectures import use_architecture
 from maxmeg.config.data import Packing
 from maxmeg.config.mixers import AttentionBackend
 from maxmeg.config.model import DType
 from maxmeg.config.schema import Config
-from maxmeg.models.registry import use_architecture
 from maxmeg.ops import backend as dispatch
 from maxmeg.ops.attention import call as module
 from maxmeg.ops.backend import Device

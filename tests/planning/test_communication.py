@@ -9,12 +9,12 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 from layouts import mesh_of, tiny
 
+from maxmeg.config.architectures import use_architecture
 from maxmeg.config.mixers import ExpertBackend, ExpertExchange
 from maxmeg.config.model import Position
 from maxmeg.config.parallel import GradientDType, ParallelConfig, Schedule
 from maxmeg.config.quantization import QuantizationConfig, QuantizationRecipe
 from maxmeg.config.schema import Config, LossBackend, Optimizer, TrainConfig
-from maxmeg.models.registry import use_architecture
 from maxmeg.optim.build import make_optimizer
 from maxmeg.parallel.batch import Batch
 from maxmeg.planning.cost.communication import span, traffic

@@ -1,9 +1,9 @@
 """Plans of encoder-decoders and classifiers by formulas."""
 
+from maxmeg.config.architectures import use_architecture
 from maxmeg.config.bert import BertConfig
 from maxmeg.config.data import Objective
 from maxmeg.config.schema import Config
-from maxmeg.models.registry import use_architecture
 from maxmeg.planning.analytic import analyze
 from maxmeg.planning.cost.workload import workload
 from maxmeg.planning.hardware import parse_cluster

@@ -2,10 +2,10 @@
 
 import pytest
 
+from maxmeg.config.architectures import architecture
 from maxmeg.config.mixers import Activation
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.setting import with_fields
-from maxmeg.models.registry import architecture
 from maxmeg.planning.cost.flops import training_flops
 from maxmeg.planning.cost.parameters import parameter_counts
 from maxmeg.planning.hardware import gpu, peak_tflops

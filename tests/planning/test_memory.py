@@ -8,6 +8,7 @@ import pytest
 from layouts import of
 from tables import thinned
 
+from maxmeg.config.architectures import architecture
 from maxmeg.config.mixers import Activation, ExpertBackend, QkNorm
 from maxmeg.config.model import DType, ModelConfig, Norm, NormPlace
 from maxmeg.config.parallel import Schedule
@@ -18,7 +19,6 @@ from maxmeg.config.schema import (
 from maxmeg.config.setting import with_fields
 from maxmeg.layers.context import Context
 from maxmeg.models.lm import LM
-from maxmeg.models.registry import architecture
 from maxmeg.pipeline.residuals import read
 from maxmeg.pipeline.schedule import SCHEDULES
 from maxmeg.pipeline.split import SplitVjp

@@ -2,9 +2,9 @@
 
 import pytest
 
+from maxmeg.config.architectures import use_architecture
 from maxmeg.config.schema import Config
 from maxmeg.config.setting import with_fields
-from maxmeg.models.registry import use_architecture
 from maxmeg.planning.hardware import parse_cluster
 from maxmeg.planning.remedies import largest_savings, planned_memory, remedies
 from maxmeg.planning.search import needed, with_recompute

@@ -5,12 +5,12 @@ import re
 
 import pytest
 
+from maxmeg.config.architectures import use_architecture
 from maxmeg.config.mixers import ExpertBackend
 from maxmeg.config.recompute import POLICIES
 from maxmeg.config.schema import Config
 from maxmeg.config.setting import get
 from maxmeg.config.validate import validate
-from maxmeg.models.registry import use_architecture
 from maxmeg.planning.analytic import analyze
 from maxmeg.planning.hardware import parse_cluster
 from maxmeg.planning.report import MARGIN

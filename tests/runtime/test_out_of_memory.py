@@ -11,11 +11,11 @@ import jax
 import pytest
 
 from maxmeg import evaluate, generate, train
+from maxmeg.config.architectures import use_architecture
 from maxmeg.config.flags import run_command
 from maxmeg.config.model import DType
 from maxmeg.config.schema import Config
 from maxmeg.config.setting import with_fields
-from maxmeg.models.registry import use_architecture
 from maxmeg.planning.remedies import planned_memory
 from maxmeg.runtime.faults import out_of_memory
 from maxmeg.runtime.faults.out_of_memory import (

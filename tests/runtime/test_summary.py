@@ -4,10 +4,10 @@ import types
 
 import pytest
 
+from maxmeg.config.architectures import use_architecture
 from maxmeg.config.quantization import QuantizationRecipe
 from maxmeg.config.schema import Config, Optimizer
 from maxmeg.config.setting import with_fields
-from maxmeg.models.registry import use_architecture
 from maxmeg.runtime import screen
 from maxmeg.runtime.metrics.progress import quantity
 from maxmeg.runtime.metrics.summary import summary

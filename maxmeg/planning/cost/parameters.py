@@ -1,6 +1,6 @@
 """The arrays of a model and their numbers, from the real model by `jax.eval_shape`.
 
-`python -m maxmeg.planning.cost.parameters > maxmeg/models/sizes/counts.json` counts those of the
+`python -m maxmeg.planning.cost.parameters > maxmeg/config/sizes/counts.json` counts those of the
 named architectures, for `maxmeg models`.
 """
 
@@ -12,11 +12,11 @@ import math
 import jax
 from flax import nnx
 
+from maxmeg.config.architectures import ARCHITECTURES, architecture
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.schema import Config, LoraConfig
 from maxmeg.config.setting import walk, with_fields
 from maxmeg.models.lm import language_model
-from maxmeg.models.registry import ARCHITECTURES, architecture
 from maxmeg.ops.quantized import Recipe
 from maxmeg.parallel.parameter import info, is_variable, logical_axes
 from maxmeg.weights.fused import fused_groups

@@ -6,9 +6,9 @@ Lists those whose names contain one of the words; without words, all.
 import json
 from collections.abc import Sequence
 
+from maxmeg.config.architectures import ALIASES, ARCHITECTURES, FOLDER, architecture
 from maxmeg.config.flags import show
 from maxmeg.config.hints import nearest_few
-from maxmeg.models.registry import ALIASES, ARCHITECTURES, FOLDER, architecture
 
 
 def main(words: Sequence[str]) -> int:

@@ -9,9 +9,9 @@ from golden import FAMILIES, FOLDER, abstract_model, parameter_tree
 from tables import thinned
 
 from maxmeg.checkpoint.names import array_name
+from maxmeg.config.architectures import ALIASES, ARCHITECTURES, architecture
 from maxmeg.hf.families.read import differences, model_config
 from maxmeg.models.lm import LM
-from maxmeg.models.registry import ALIASES, ARCHITECTURES, architecture
 from maxmeg.parallel.parameter import is_variable, logical_axes
 from maxmeg.parallel.rules import RULES
 from maxmeg.planning.cost import parameters

@@ -5,8 +5,8 @@ a line for each model. `from`: bases, of which later ones prevail, and whose set
 it replace; `sizes`, `experts` and `mamba_sizes` stand for the settings that LISTS names.
 
 Sources: table 2.1 of Brown et al. 2020 for GPT-3, else config.json of the model on Hugging Face
-unless a comment names another source. Tests compare the published numbers of parameters
-(tests/models/test_registry.py) and transformers' models (tests/oracle/test_parameter_counts.py).
+unless a comment names another source. Tests compare published numbers of parameters, and those of
+transformers' models (tests/models/test_architectures.py, tests/oracle/test_parameter_counts.py).
 """
 
 import dataclasses
@@ -74,10 +74,10 @@ def architecture(name: str) -> ModelConfig:
     """The ModelConfig of a named architecture. ValueError for an unknown name."""
     fields = ARCHITECTURES.get(ALIASES.get(name, name))
     if fields is None:
-        known = [*ARCHITECTURES, *ALIASES]
+        names = [*ARCHITECTURES, *ALIASES]
         raise ValueError(
-            f"no architecture is named {name!r}: did you mean {nearest_few(name, known)}? "
-            f"`maxmeg models` lists all {len(known)}"
+            f"no architecture is named {name!r}: did you mean {nearest_few(name, names)}? "
+            f"`maxmeg models` lists all {len(names)}"
         )
     return with_fields(ModelConfig(), fields)
 
