@@ -157,7 +157,7 @@ def test_the_loss_is_cross_entropy_over_all_texts_of_a_microbatch(one_device):
     def loss(model):
         ctx = Context(jnp.broadcast_to(jnp.arange(12), ids.shape), jnp.int32(real))
         x, _, _ = model.stack(model.embed_tokens(jnp.asarray(ids), ctx), ctx)
-        found_BD = model.classifier(model.bert.pooled(x["target"][:, :1]), ctx)[:, 0]
+        found_BD = model.classifier.read(model.bert.pooled(x["target"][:, :1]), ctx)[:, 0]
         losses, ranks, rows = [], [], BATCH // MICROBATCHES
         for m, texts in enumerate(found_BD.reshape(*ids_MRKL.shape[:3], -1)):
             there = jnp.asarray(flags[m].reshape(-1).nonzero()[0])

@@ -204,7 +204,7 @@ def pooled(
     ctx = context(ids_BL, segments_BL)
     h_BLD = model.normed(model.stack(model.embed_tokens(ids_BL, ctx), ctx)[0]["target"])
     first_B1D = h_BLD[:, :1]
-    if model.bert is not None and model.bert.pooler is not None:
+    if model.bert.pooler is not None:
         is_pooler = pooling == POOLINGS.index("pooler")
         first_B1D = jnp.where(is_pooler, model.bert.pooled(first_B1D), first_B1D)
     sums_BD = jnp.einsum("BL,BLD->BD", jnp.float32(segments_BL), jnp.float32(h_BLD))

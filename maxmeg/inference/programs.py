@@ -74,7 +74,7 @@ class Programs:
         self.before_step: Callable[..., None] = lambda *arrays: None  # gets what `start` gets
         self.leads = False  # whether other processes follow this one (`followers`)
         self.proposals = proposals
-        self.drafts = proposals if trained.model.mtp else 0
+        self.drafts = min(proposals, len(trained.model.mtp.depths))
         self.replicas = batch_shards(self.mesh)
         source_pages = row_pages if trained.config.model.has_source else 0
         self.source = source_pages * slots  # most tokens of an encoder-decoder's source
@@ -192,7 +192,7 @@ class Programs:
 
         def local(model):
             model = self._local(model)
-            mtp_caches = model.mtp.init_cache(size, self.drafts) if model.mtp else []
+            mtp_caches = model.mtp.init_cache(size, self.drafts)
             state = (model.stack.init_cache(size), mtp_caches), jnp.zeros(room, jnp.int32)
             return jax.tree.map(lambda array: array[None], state)
 
@@ -320,8 +320,7 @@ def jitted(
 def dropless(model: LM) -> LM:
     """The model without capacity of experts: a token must not be dropped for others' sake."""
     model = jax.tree.map(lambda array: array, model)
-    further = [depth.layer for depth in model.mtp.depths] if model.mtp else []
-    units = [*model.stack.groups, *further]
+    units = [*model.stack.groups, *(depth.layer for depth in model.mtp.depths)]
     for mixer in (m for unit in units for one in unit.sublayers for m in one.mixers.values()):
         if isinstance(mixer, Moe):
             spec = dataclasses.replace(mixer.spec, capacity=0.0, pad=False)

@@ -68,7 +68,6 @@ def mtp_drafts(
     proposal that was not taken, or in shared pages from another request's next token: that makes
     proposals worse, but changes no reply.
     """
-    assert model.mtp is not None
     rows_B, length = jnp.arange(len(h_BLD)), h_BLD.shape[1]
     later_BX, places_B, steps_B = newest
     later_BX = jnp.pad(later_BX, ((0, 0), (0, max(0, length + len(cache) - later_BX.shape[1]))))

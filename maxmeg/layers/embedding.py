@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from maxmeg.layers.context import Context
 from maxmeg.ops.random import normal
 from maxmeg.parallel import collectives
 from maxmeg.parallel.collectives import VOCAB_AXES
@@ -79,12 +80,20 @@ class Embedding(nnx.Module):
 
 
 class Positions(nnx.Module):
-    """Learned absolute position embeddings [max_position, D]."""
+    """Learned absolute position embeddings [max_position, D]; the first `offset` are not used."""
 
-    def __init__(self, key: jax.Array, max_position: int, hidden_size: int, std: float):
+    def __init__(
+        self, key: jax.Array, max_position: int, hidden_size: int, std: float, offset: int = 0
+    ):
+        self.offset = offset
         table = std * normal(key, (max_position, hidden_size))
         self.table = parameter(table, "position", "embed")
 
     def __call__(self, positions_BL: Int[Array, "B L"]) -> Float[Array, "B L D"]:
         table_VD = collectives.unshard_parameter(self.table)
         return lookup(table_VD, positions_BL, table_VD.shape[0])
+
+    def embed(self, x_BLD: Float[Array, "B L D"], ctx: Context) -> Float[Array, "B L D"]:
+        """The embedding of tokens with that of their positions; both partial sums over pipe."""
+        positions_BLD = self(ctx.shard(ctx.positions_BL + self.offset))
+        return x_BLD + collectives.counted_once(positions_BLD, (collectives.PIPE_AXIS,))

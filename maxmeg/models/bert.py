@@ -3,10 +3,11 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from maxmeg.config.bert import BertConfig, Transform
+from maxmeg.config.bert import Transform
 from maxmeg.config.model import ModelConfig
+from maxmeg.layers.context import Context
 from maxmeg.layers.embedding import Positions
 from maxmeg.layers.linear import Linear
 from maxmeg.layers.norm import Norm, NormSpec
@@ -27,12 +28,12 @@ class VocabularyBias(nnx.Module):
 
 
 class Bert(nnx.Module):
-    """Those that model.bert sets: embeddings of token types and their norm, the layer before the
-    output weights, biases of the logits, and the head for pairs of segments."""
+    """Those that model.bert sets, or none: embeddings of token types and their norm, the layer
+    before the output weights, biases of the logits, and the head for pairs of segments."""
 
-    def __init__(self, key: jax.Array, config: ModelConfig, norm: NormSpec, padded_size: int):
+    def __init__(self, key: jax.Array, config: ModelConfig, padded_size: int):
         settings, D, std = config.bert, config.hidden_size, config.init_std
-        keys = split(key, 4)
+        keys, norm = split(key, 4), NormSpec.of(config)
         self.activation = settings.transform.value
         has_transform = settings.transform is not Transform.none
         self.num_types = types = settings.token_types
@@ -43,17 +44,18 @@ class Bert(nnx.Module):
         self.transform_norm = Norm(D, norm) if has_transform else None
         self.output = VocabularyBias(padded_size) if settings.output_bias else None
         self.pooler = Linear(keys[2], (D, D), DENSE, std, True) if settings.pooler else None
+        self.pools_all = settings.pooler and config.head.replaces_output
         self.pair = Linear(keys[3], (D, 2), DENSE, std, True) if settings.pair_head else None
 
-    def embed(
-        self, x_BLD: Float[Array, "B L D"], types_BL: Int[Array, "B L"]
-    ) -> Float[Array, "B L D"]:
+    def embed(self, x_BLD: Float[Array, "B L D"], ctx: Context) -> Float[Array, "B L D"]:
         """The embedding of the tokens and their positions, with that of their types, normalized;
         both as partial sums over pipe, which the norm needs as a whole."""
         pipe = (collectives.PIPE_AXIS,)
         if self.token_types is not None:
+            types_BL = ctx.token_types_BL
+            types_BL = jnp.zeros_like(ctx.positions_BL) if types_BL is None else types_BL
             types_BL = jnp.minimum(types_BL, self.num_types - 1)  # RoBERTa has one for both texts
-            x_BLD += collectives.counted_once(self.token_types(types_BL), pipe)
+            x_BLD += collectives.counted_once(self.token_types(ctx.shard(types_BL)), pipe)
         if self.norm is not None:
             x_BLD = collectives.counted_once(self.norm(collectives.sum_over(x_BLD, pipe)), pipe)
         return x_BLD
@@ -79,6 +81,9 @@ class Bert(nnx.Module):
         longer_BLE, rows_VE = (jnp.concatenate(parts, axis=-1) for parts in joined)
         return longer_BLE, rows_VE
 
+    def read(self, h_BLD: Float[Array, "B L D"], ctx: Context) -> Float[Array, "B L D"]:
+        return self.pooled(h_BLD) if self.pools_all else h_BLD
+
     def pooled(self, h_BLD: Float[Array, "B L D"]) -> Float[Array, "B L D"]:
         """From the normalized output of the layers for the first token of each row, or for each
         token that a classifier may read."""
@@ -89,9 +94,3 @@ class Bert(nnx.Module):
         """float32 logits of the two segments being in order, and swapped."""
         assert self.pair is not None
         return self.pair(self.pooled(first_B1D))[:, 0].astype(jnp.float32)
-
-
-def make_bert(key: jax.Array, config: ModelConfig, norm: NormSpec, padded_size: int) -> Bert | None:
-    """None if the model has none of these."""
-    has_none = config.bert == BertConfig(position_offset=config.bert.position_offset)
-    return None if has_none else Bert(key, config, norm, padded_size)

@@ -24,7 +24,7 @@ class Classifier(nnx.Module):
         self.linear = Linear(key, sizes, AXES, config.init_std, head.bias)
         self.dropout = head.dropout
 
-    def __call__(self, h_BLD: Float[Array, "B L D"], ctx: Context) -> Float[Array, "B L C"]:
+    def read(self, h_BLD: Float[Array, "B L D"], ctx: Context) -> Float[Array, "B L C"]:
         """float32 logits of each token of the local sequence shard."""
         if self.dropout and ctx.training:
             h_BLD = drop_residual(h_BLD, self.dropout, fold(ctx.seed(), LAYER), ctx)

@@ -25,8 +25,8 @@ from maxmeg.ops.random import split
 class Depth(nnx.Module):
     """One MTP layer. Its norms and projection are replicated: they work on the sequence shard."""
 
-    def __init__(self, key: jax.Array, config: ModelConfig, layer: UnitSpec, norm: NormSpec):
-        keys, width = split(key, 2), config.hidden_size
+    def __init__(self, key: jax.Array, config: ModelConfig, layer: UnitSpec):
+        keys, width, norm = split(key, 2), config.hidden_size, NormSpec.of(config)
         self.embedding_norm = Norm(width, norm)
         self.hidden_norm = Norm(width, norm)
         self.projection = Linear(keys[0], (2 * width, width), ("norm", "embed"), config.hidden_std)
@@ -52,10 +52,10 @@ class Depth(nnx.Module):
 class Mtp(nnx.Module):
     """All MTP layers; layer: the sublayers of each."""
 
-    def __init__(self, key: jax.Array, config: ModelConfig, layer: UnitSpec, norm: NormSpec):
+    def __init__(self, key: jax.Array, config: ModelConfig, layer: UnitSpec):
         keys = split(key, config.mtp.num_layers)
         self.factor = config.mtp.loss_weight
-        self.depths = nnx.List([Depth(k, config, layer, norm) for k in keys])
+        self.depths = nnx.List([Depth(k, config, layer) for k in keys])
 
     def init_cache(self, size: CacheSize, count: int) -> list:
         """An empty cache of each of the first layers, as of a group with one unit."""

@@ -47,8 +47,8 @@ def shifted(batch: Batch, depth: int) -> Batch:
 
 
 def masks(model: LM, batch: Batch) -> list[jax.Array]:
-    depths = 0 if model.mtp is None else len(model.mtp.depths)
-    return [batch.loss_mask, *(shifted(batch, i + 1).loss_mask for i in range(depths))]
+    further = [shifted(batch, i + 1).loss_mask for i in range(len(model.mtp.depths))]
+    return [batch.loss_mask, *further]
 
 
 def later(model: LM, batch: Batch, ctx: Context) -> list[jax.Array]:

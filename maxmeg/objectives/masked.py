@@ -18,7 +18,7 @@ from maxmeg.parallel.mesh import TENSOR_AXES
 
 
 def has_pairs(model: LM) -> bool:
-    return model.bert is not None and model.bert.pair is not None
+    return model.bert.pair is not None
 
 
 def first_tokens(batch: Batch) -> jax.Array:

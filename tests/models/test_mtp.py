@@ -76,7 +76,6 @@ def plain_losses(model: LM, batch: Batch) -> list[tuple[jax.Array, jax.Array]]:
     ctx = Context(positions, segments)
     x_BLD = model.hidden(batch.tokens, ctx)[0]
     actual = [losses(x_BLD, 0)]
-    assert model.mtp is not None
     for d, depth in enumerate(model.mtp.depths, 1):
         here = dataclasses.replace(
             ctx, positions_BL=positions[:, :-d], segments_BL=segments[:, :-d], layer=7
