@@ -129,7 +129,7 @@ def analyze_work(work: Workload, cluster: Cluster) -> Analytic:
     )
     return Analytic(
         parameters=parameter_counts(model),
-        memory=device_memory(work, cluster.memory),
+        memory=device_memory(work),
         activations=activations_by_mode(work),
         capacity=cluster.capacity,
         flops=flops,

@@ -101,7 +101,7 @@ def fitting(config: Config, cluster: Cluster) -> list[Candidate]:
             continue  # under every policy
         for policy in POLICIES:
             tried = work.with_recompute(policy)
-            if sum(device_memory(tried, cluster.memory).values()) <= usable(cluster):
+            if sum(device_memory(tried).values()) <= usable(cluster):
                 candidates.append(Candidate(tried.config, analyze_work(tried, cluster)))
                 break
     return candidates

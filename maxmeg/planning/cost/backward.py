@@ -14,21 +14,18 @@ from maxmeg.planning.cost.loss import FLOAT32
 from maxmeg.planning.cost.workload import Unit, Workload
 
 STREAMS = 2  # residual streams outside of the unit: output of the stack, gradient of the loss
-CONVERTED = 1.5  # gradients of the size of the largest that exist in float32
 APART = 3  # layers of a unit whose gradients exist, if they run one by one
 SCAN_ARRAYS = 3  # float32 arrays of the output of each scan of a unit
 
 
-def layer(work: Workload, freed: Sequence[int], tight: bool = False) -> int:
+def layer(work: Workload, freed: Sequence[int]) -> int:
     """Bytes while the largest unit runs backward: its arrays, weights, blocks of scores, and rows
     of experts. Without further rounds all rows exist before the first gradient of experts.
 
     A group of a single unit has no loop. Under fsdp XLA computes the gradients of its weights last:
     what they read waits until then (`read`), full: also the recomputed streams, and under tensor
     parallelism the whole input and gradient of each sublayer. If `apart`, those of the first layer
-    alone wait. A unit that some stages skip is a branch, after which the gradients of its weights
-    wait to be scattered. freed: bytes of each group that do not exist once it has run. tight: above
-    XLA's limit (`memory.scheduled_below`).
+    alone wait. freed: bytes of each group that do not exist once it has run.
     """
     largest = waiting = of_first_tick(work)
     for group, unit in reversed(list(enumerate(work.units))):
@@ -37,9 +34,8 @@ def layer(work: Workload, freed: Sequence[int], tight: bool = False) -> int:
         total += experts.of_other_layers(work, unit)
         total += work.places[group] * transposed_stacks(work, unit)
         rows = max(experts.working(work, unit), context.working(work, unit))
-        gathered = weights(work, group, tight)
+        gathered = weights(work, group)
         once = unit.sparse and not experts.in_rounds(work, unit)
-        gathered += experts.read_last(work, unit) if once and work.fsdp > 1 and not tight else 0
         largest = max(largest, total + (max(rows, gathered) if once else rows + gathered))
         if work.places[group] == 1:
             waiting += late_reads(work, group)
@@ -49,13 +45,10 @@ def layer(work: Workload, freed: Sequence[int], tight: bool = False) -> int:
 
 def late_reads(work: Workload, group: int) -> int:
     """Bytes that wait until the end of backward under fsdp, where XLA computes the weight gradients
-    of a unit without a loop last: the arrays they are computed from; in a branch the gradients."""
+    of a unit without a loop last: the arrays they are computed from."""
     work, unit = work.of(work.units[group]), work.units[group]
     if work.fsdp == 1:
         return 0
-    if in_branch(work, group):
-        members = [s for s in work.shards if s.parameter.group == group and s.trained]
-        return work.itemsize * sum(s.whole for s in members) // work.config.parallel.chunks
     layers = unit.layers if apart(work) else 1
     width = sum(map(read, unit.sublayer_widths[: unit.sublayers // layers]))
     tensor, D = work.axes["tensor"], work.config.model.hidden_size
@@ -93,24 +86,19 @@ def scans(work: Workload, unit: Unit) -> int:
 
 def scores(work: Workload, unit: Unit) -> int:
     """Bytes of two blocks of scores in float32 and one in the compute dtype, and of the keys and
-    values copied for each piece of the queries, if there are several samples: those of one layer;
-    full: of all, from their recomputation on, without a pipeline also of a single sample; if larger
-    than the blocks, a gated MLP's columns, which exist beside their gradients before its last
-    input; all columns of one with biases, whose gradients XLA sums in the kernel that writes the
-    columns' gradients; not under tensor parallelism, where whole sequences are at their peak
-    before."""
+    values copied for each piece of the queries: those of one layer; full: of all, from their
+    recomputation on; if larger than the blocks, a gated MLP's columns, which exist beside their
+    gradients before its last input; not under tensor parallelism, where whole sequences are at
+    their peak before."""
     found = [(kernel.block, kernel.slices) for kernel in kernels(work, unit)]
     blocks, slices = zip(*found, strict=True) if found else ((0,), (0,))
     block = max(blocks) * (2 * FLOAT32 + work.itemsize) // FLOAT32
-    copied = work.samples > 1 or not (work.kept or work.pipelined)
     if work.kept:
-        return block + copied * max(slices)
-    biased = work.config.model.mlp.bias
-    last = unit.sublayer_widths[-1]
-    beside = sum(sum(one.stored.values()) - one.last_input * (not biased) for one in last)
+        return block + max(slices)
+    beside = sum(sum(one.stored.values()) - one.last_input for one in unit.sublayer_widths[-1])
     apart = unit.sparse or work.axes["tensor"] > 1
     columns = 0 if apart else work.itemsize * work.tokens * beside
-    return max(block, columns) + copied * sum(slices)
+    return max(block, columns) + sum(slices)
 
 
 def arrays(work: Workload, unit: Unit) -> int:
@@ -121,8 +109,7 @@ def arrays(work: Workload, unit: Unit) -> int:
     recomputed streams, which gradients of norms read, if these are `delayed`. While experts run
     apart from the rest: what delayed gradients of the layers that have run read. Under tensor
     parallelism also whole sequences, e T D each: a gathered input (full: those of all sublayers), a
-    gathered gradient (full: those of the layers that have run), with several samples transposed
-    too, and partial sums.
+    gathered gradient, with several samples transposed too, and partial sums.
     """
     tensor, D = work.axes["tensor"], work.config.model.hidden_size
     *others, last = unit.sublayer_widths
@@ -135,10 +122,8 @@ def arrays(work: Workload, unit: Unit) -> int:
     elif work.kept and delayed(work):
         width += sum(reads_of_layers(unit)[1:])
     inputs = 1 if work.kept else max(unit.sublayers, 2)
-    gradients = max(1 + (work.samples > 1), 0 if work.kept else run)
-    gathered = inputs + gradients + 1 if tensor > 1 else 0
-    others = STREAMS * (work.carried_bytes - work.hidden_bytes)
-    return work.itemsize * work.tokens * (width // tensor + gathered * D) + others
+    gathered = inputs + (work.samples > 1) + 2 if tensor > 1 else 0
+    return work.itemsize * work.tokens * (width // tensor + gathered * D)
 
 
 def streams(unit: Unit) -> int:
@@ -163,18 +148,12 @@ def scattered_in_branch(work: Workload) -> int:
     """Bytes in the last tick of a pipeline where ZeRO-1 scatters the gradients of a unit that not
     all stages have, in one branch: their float32 sums and the shards, all at once."""
     sizes = [0]
-    for group in range(len(work.units)):
+    for group, unit in enumerate(work.units):
         places = work.places[group] * work.config.parallel.chunks
         members = [s for s in work.shards if s.parameter.group == group and s.zero1_axes]
-        if in_branch(work, group):
+        if work.pipelined and places * work.axes["pipe"] > unit.repeats:
             sizes.append(FLOAT32 * sum(s.computed + s.stored for s in members) // places)
     return max(sizes)
-
-
-def in_branch(work: Workload, group: int) -> bool:
-    """Whether not all stages of a pipeline have as many units of a group: some skip one."""
-    places = work.places[group] * work.config.parallel.chunks
-    return work.pipelined and places * work.axes["pipe"] > work.units[group].repeats
 
 
 def split_once(work: Workload) -> bool:
@@ -186,10 +165,9 @@ def split_once(work: Workload) -> bool:
 def weight_lane(work: Workload, group: int) -> int:
     """Bytes that the weight lane adds while it makes the gradients of a unit.
 
-    Of one layer: the input of its last product and the gradient of it, e T F / t each, copies of
-    five streams, e T D each, and rows of experts. Gradients that are scattered: the largest, itself
-    and twice converted, the next one before its predecessor has gone. A unit that some stages skip
-    is a branch: then all of them, and the shards of two.
+    Of one layer: the input of its last product and the gradient of it, e T F / t each, and copies
+    of five streams, e T D each. Gradients that are scattered: the largest, itself and twice
+    converted, the next one before its predecessor has gone.
     """
     e, unit, axes = work.itemsize, work.units[group], work.axes
     work = work.of(unit)
@@ -201,11 +179,7 @@ def weight_lane(work: Workload, group: int) -> int:
         converted = work.gradient_itemsize * (work.gradient_itemsize != e)
     inputs = max(sum(one.last_input for one in widths) for widths in unit.sublayer_widths)
     width = 2 * inputs // axes["tensor"] + 5 * work.config.model.hidden_size
-    read = e * work.tokens * width + experts.read_by_weight_lane(work, unit)
-    if not in_branch(work, group):
-        return read + (e + 2 * converted) * largest
-    shards = 2 * work.gradient_itemsize * largest * max(s.stored / s.whole for s in members)
-    return max(read + e * largest, e * sum(sizes) + 2 * converted * largest + int(shards))
+    return e * work.tokens * width + (e + 2 * converted) * largest
 
 
 def gradient_inputs(work: Workload, unit: Unit) -> int:
@@ -241,17 +215,15 @@ def recomputed(widths: Sequence[Widths]) -> int:
     )
 
 
-def weights(work: Workload, group: int, tight: bool) -> int:
+def weights(work: Workload, group: int) -> int:
     """Bytes of weights gathered over fsdp, of a layer and the next (full: of the whole unit, which
     recomputes first), and of their gradients. Without fsdp, of the unit's row of the float32 sums,
-    which XLA reads before it has the gradients that it adds; full: also of its compute weights,
-    which XLA copies out of the stack at the same time.
+    which XLA reads before it has the gradients that it adds.
 
-    Gradients are scattered one by one. Those of the first sublayer wait for the next unit; of the
-    largest, one exists, and CONVERTED where parallel.gradient_dtype differs. Layers that run
-    `apart` make all of theirs before the first is scattered. Those of experts in rounds are among
-    the sums of the rounds. A weight lane makes gradients when no weights are gathered. tight: nor
-    are those of experts, whose gradients exist together, two of them in float32.
+    Gradients are scattered one by one: the largest exists, where parallel.gradient_dtype differs
+    also converted. Layers that run `apart` make all of theirs before the first is scattered.
+    Those of experts in rounds are among the sums of the rounds. A weight lane makes gradients when
+    no weights are gathered.
     """
     e, unit = work.itemsize, work.units[group]
     members = [s for s in work.shards if s.parameter.group == group]
@@ -260,18 +232,13 @@ def weights(work: Workload, group: int, tight: bool) -> int:
     whole = e * sum(s.whole for s in members) * layers // (unit.layers * units)
     if work.fsdp == 1:
         added = sum(s.computed for s in members if s.trained) if work.accumulates else 0
-        copied = e * added * (not work.kept)
-        return 0 if unit.sparse or split_once(work) else (FLOAT32 * added + copied) // units
+        return 0 if unit.sparse or split_once(work) else FLOAT32 * added // units
     if experts.in_rounds(work, unit) or split_once(work):
         return whole
-    trained = [(s, s.whole // units) for s in members if s.trained]
+    sizes = [s.whole // units for s in members if s.trained]
     converted = work.gradient_itemsize * (work.gradient_itemsize != e)
-    first = sum(size for s, size in trained if s.parameter.sublayer == 0)
-    largest = max((size for _, size in trained), default=0)
-    exist = first + largest
+    exist = largest = max(sizes, default=0)
     if apart(work) and unit.layers > 1:
-        exist = sum(size for _, size in trained) * min(unit.layers, APART) // unit.layers
-    made = e * exist + int(CONVERTED * converted * largest)
-    if tight and unit.sparse and not work.lanes.deferred:
-        return max(whole, (e + 2 * converted) * largest)
+        exist = sum(sizes) * min(unit.layers, APART) // unit.layers
+    made = e * exist + converted * largest
     return max(whole, made) if work.lanes.deferred else whole + made

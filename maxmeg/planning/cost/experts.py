@@ -274,12 +274,10 @@ def deferred(work: Workload, unit: Unit) -> int:
 def working(work: Workload, unit: Unit) -> int:
     """Bytes while one layer of experts runs backward.
 
-    With further rounds `in_loop_of_rounds`. Without them: Gather: gradients of the products and
-    their inputs, 2 e N (widths / t), and 4 e N D for vectors in expert and device order and their
-    gradients. Exchange: 3 e N (widths / t) and 7 e N D. Blocks: 2 e N (widths / t)
-    and 3 e N D, under full recomputation e N (widths / t + D) more, and in a pipeline float32
-    gradients of the expert matrices. By nodes: rows received from nodes, their gradients, and the
-    float32 sums of these.
+    With further rounds `in_loop_of_rounds`, and by nodes rows received from nodes, their gradients,
+    and their float32 sums. Else gradients of the products and their inputs, 2 e N (widths / t), and
+    vectors in expert and device order and their gradients, 3 e N D; under full recomputation
+    e N (widths / t + D) more, and in a pipeline float32 gradients of the expert matrices.
     """
     if not unit.sparse:
         return 0
@@ -288,55 +286,25 @@ def working(work: Workload, unit: Unit) -> int:
     matrices = local_matrices(unit, dispatch)
     again = int(not work.kept)
     more = FLOAT32 * matrices // work.axes["fsdp"] * work.pipelined
-    if dispatch.in_blocks and not dispatch.in_rounds:
-        return e * dispatch.rows * ((2 + again) * columns + (3 + again) * dispatch.width) + more
-    if dispatch.gathers and not dispatch.in_blocks:
-        return e * dispatch.rows * (2 * columns + 4 * dispatch.width)
-    vectors = 4 * dispatch.node_vectors
     if dispatch.in_rounds:
-        return vectors + in_loop_of_rounds(work, unit)
-    return vectors + e * dispatch.rows * (3 * columns + 7 * dispatch.width)
-
-
-def read_last(work: Workload, unit: Unit) -> int:
-    """Bytes of rows that exist beside the gradients of all matrices of gathered experts: gradients
-    of the columns, e N (widths / t), and of the outputs, e N D."""
-    dispatch = dispatch_of(work)
-    if not dispatch.gathers or dispatch.in_blocks:
-        return 0
-    columns = unit.expert_columns // unit.sparse // dispatch.expert_shards
-    return work.itemsize * dispatch.rows * (columns + dispatch.width)
-
-
-def read_by_weight_lane(work: Workload, unit: Unit) -> int:
-    """Bytes of the rows that the gradients of one of the experts' products read, e N (F / t + D);
-    none with further rounds, whose gradients are stored."""
-    if not unit.sparse or dispatch_of(work).in_rounds:
-        return 0
-    dispatch = dispatch_of(work)
-    columns = unit.expert_columns // unit.sparse // dispatch.expert_shards
-    return work.itemsize * dispatch.rows * (columns + dispatch.width)
+        return 4 * dispatch.node_vectors + in_loop_of_rounds(work, unit)
+    return e * dispatch.rows * ((2 + again) * columns + (3 + again) * dispatch.width) + more
 
 
 def in_loop_of_rounds(work: Workload, unit: Unit) -> int:
     """Bytes while the loop over further rounds runs backward; the first round runs after it.
 
-    Rows: gradients of the columns and of the last product's input, e N (widths / t), and five
-    arrays of rows, e N D each (minimal: six, with the received rows). Batched experts: 2 e N
-    (widths / t) and 3 e N D. With 8-bit products, if larger: 2 e N (widths / t), as those gradients
-    and what they are computed from exist until scales are known, and the rows received in both
-    directions, 2 e N D (half if sent in 8 bits).
+    Rows: gradients of the columns and of the last product's input, e N (widths / t), and six arrays
+    of rows, e N D each. Batched experts: 2 e N (widths / t) and 3 e N D.
 
     Matrices: float32 sums of their gradients, 2 e (matrices); without fsdp also the matrices (in 8
     bits the codes in both layouts, as large) and the new sums. Tokens: float32 sums, 4 T D.
     """
     dispatch, e = dispatch_of(work), work.itemsize
     widths = (unit.expert_columns + unit.expert_inputs) // unit.sparse // dispatch.expert_shards
-    row = widths + (5 + ("dispatched_tokens" in work.kept)) * dispatch.width
+    row = widths + 6 * dispatch.width
     if dispatch.in_blocks:
         row = 2 * widths + 3 * dispatch.width
-    elif in_codes(work):
-        row = max(row, 2 * widths + int(2 * dispatch.sent * dispatch.width))
     copies = 2 if work.axes["fsdp"] > 1 else 3 + 2 * work.accumulates
     size = dispatch.rows * row + copies * local_matrices(unit, dispatch)
     return e * size + FLOAT32 * dispatch.tokens * dispatch.width
@@ -352,11 +320,9 @@ def of_other_layers(work: Workload, unit: Unit) -> int:
     """Bytes of the experts of a unit's layers but one, while that one's run backward.
 
     full: what they recomputed: their columns, inputs and rows, e N (widths / t + D); with further
-    rounds also the rows' outputs and those received back, e N D each. Without further rounds, whose
-    gathered weights are counted apart, also matrices gathered over fsdp; with them the float32
-    zeros that the sums of all layers start from: of the largest matrix and of the tokens.
-    Otherwise, with further rounds under fsdp without tensor parallelism, where gradients of weights
-    wait: the float32 sums of the rounds, and what the first round's gradients read:
+    rounds also the rows' outputs and those received back, e N D each, else matrices gathered over
+    fsdp. Otherwise, with further rounds under fsdp without tensor parallelism, where gradients of
+    weights wait: the float32 sums of the rounds, and what the first round's gradients read:
     e N (widths / t + 2 D).
     """
     if not unit.sparse:
@@ -373,11 +339,7 @@ def of_other_layers(work: Workload, unit: Unit) -> int:
     elements = dispatch.rows * (widths + (3 if dispatch.in_rounds else 1) * dispatch.width)
     if work.axes["fsdp"] > 1 and not dispatch.in_rounds:
         elements += local_matrices(unit, dispatch)
-    zeros = 0
-    if in_loop and others:
-        side = unit.expert_inputs // unit.sparse // dispatch.expert_shards
-        zeros = FLOAT32 * dispatch.width * (dispatch.local_experts * side + dispatch.tokens)
-    return others * work.itemsize * elements + zeros
+    return others * work.itemsize * elements
 
 
 def product_words(work: Workload) -> str:

@@ -131,25 +131,15 @@ def head(work: Workload) -> Head:
     )
 
 
-def summed_alone(work: Workload) -> bool:
-    """Whether the float32 gradient of the output weight is its sum: there is one microbatch, in a
-    pipeline, and no scatter over fsdp."""
-    return work.pipelined and work.microbatches == 1 and work.fsdp == 1
-
-
 def multiplied_last(work: Workload) -> bool:
     """Whether XLA multiplies the output weight's gradient after backward of the layers: that of all
-    tokens in one product, or of a single chunk of tokens before it is scattered over fsdp. Under
-    tensor parallelism the product of several chunks hides the scatter of the hidden state's
-    gradient, before the layers; not in a pipeline nor, in compiled programs, with experts or with
-    fsdp on one node."""
+    tokens in one product. Under tensor parallelism the product of several chunks hides the scatter
+    of the hidden state's gradient, before the layers; not in a pipeline nor, in compiled programs,
+    with experts or with fsdp on one node."""
     loss, sparse = head(work), any(unit.sparse for unit in work.units)
-    if loss.backend != "xla":
-        return False
-    if loss.blocks[0] == 1:
-        return loss.once or work.fsdp > 1
     hides = work.axes["tensor"] > 1 and not (work.pipelined or sparse or fsdp_on_one_node(work))
-    return loss.once and not hides
+    hides = hides and loss.blocks[0] > 1
+    return loss.backend == "xla" and loss.once and not hides
 
 
 def waiting_gradient(work: Workload) -> int:
@@ -158,28 +148,21 @@ def waiting_gradient(work: Workload) -> int:
     XLA converts it before only under full recomputation without a pipeline or tensor parallelism.
     If the product itself waits, what it reads: the logits' gradient and the hidden state of the
     targets, e T (v + D). With the tiled loss under fsdp the gathered weight waits for a loop that
-    makes the gradient; on one node also its zeros (`begins_early`).
+    makes the gradient; on one node, where XLA schedules by other latencies, also its zeros, but for
+    one microbatch without full recomputation.
     """
     loss, width = head(work), work.config.model.hidden_size
     if work.config.lora.rank:
         return 0
     if multiplied_last(work):
         return work.itemsize * work.targets * (work.vocabulary + width)
-    if summed_alone(work):
-        return 0
     delays = work.pipelined or work.axes["tensor"] > 1 or bool(work.kept)
     accumulated = loss.backend == "xla" and not loss.once
     itemsize = FLOAT32 if accumulated and delays else work.itemsize
-    if loss.backend == "tiled" and begins_early(work):
-        itemsize *= 2
-    return itemsize * work.vocabulary * width
-
-
-def begins_early(work: Workload) -> bool:
-    """Whether XLA makes zeros for the tiled loss's gradient of the weight before the layers run
-    backward, though the loop that fills them follows: on one node, where XLA schedules by other
-    latencies, but for one microbatch without full recomputation."""
-    return fsdp_on_one_node(work) and (work.microbatches > 1 or not work.kept)
+    begins_early = fsdp_on_one_node(work) and (work.microbatches > 1 or not work.kept)
+    return (
+        itemsize * work.vocabulary * width * (2 if loss.backend == "tiled" and begins_early else 1)
+    )
 
 
 def fsdp_on_one_node(work: Workload) -> bool:
@@ -223,18 +206,14 @@ def held_by_ticks(work: Workload) -> int:
 def loss(work: Workload) -> int:
     """Bytes while the loss of v rows of the output weight is computed.
 
-    The temporaries of its backend (`Head.temporaries`, with xla the weight's gradient among them
-    unless it waits for its product); else that gradient unless frozen, e v D; the weight gathered
-    over fsdp, e v D; the whole sequence's hidden state and its gradient, 2 e T D.
+    The temporaries of its backend (`Head.temporaries`, with xla the weight's gradient among them);
+    else that gradient unless frozen, e v D; the weight gathered over fsdp, e v D; the whole
+    sequence's hidden state and its gradient, 2 e T D.
     """
     e, D, v, one = work.itemsize, work.config.model.hidden_size, work.vocabulary, head(work)
-    xla = one.backend == "xla"
-    late = one.backend == "tiled" and work.fsdp > 1 and not begins_early(work)
-    gradient = 0 if xla or (late and not work.pipelined) else waiting_gradient(work)
+    gradient = 0 if one.backend == "xla" else waiting_gradient(work)
     weight = e * v * D if work.fsdp > 1 else 0
-    elsewhere = xla and not one.once and (summed_alone(work) or multiplied_last(work))
-    sums = FLOAT32 * v * D if elsewhere else 0
-    return one.temporaries - sums + gradient + weight + 2 * e * work.tokens * D
+    return one.temporaries + gradient + weight + 2 * e * work.tokens * D
 
 
 def beside_loss(work: Workload) -> int:
@@ -254,43 +233,17 @@ def beside_loss(work: Workload) -> int:
 
 
 def scattered(work: Workload) -> int:
-    """Bytes while the output weight's gradient is added to its sum, after the layers: over fsdp
-    itself and converted to the dtype of the sums, then converted, its shard and, unless tied, the
-    embedding's float32 gradient, 4 v D / fsdp; without fsdp, together with the latter. If the
-    product waits, also what it reads, and under fsdp arrays of the loss that XLA placed before
-    (`packed`): the gathered weight and a chunk of float32 logits.
+    """Bytes while the output weight's gradient is added to its sum, after the layers: itself, and
+    over fsdp converted to the dtype of the sums, else with the embedding's float32 gradient, 4 v D.
+    If the product waits, also what it reads.
     """
-    whole = work.vocabulary * work.config.model.hidden_size
-    waiting, e, converted = waiting_gradient(work), work.itemsize, work.gradient_itemsize
+    whole, waiting = work.vocabulary * work.config.model.hidden_size, waiting_gradient(work)
+    converted = work.gradient_itemsize if work.fsdp > 1 else FLOAT32
     if waiting and multiplied_last(work):
-        if work.fsdp == 1:
-            return waiting + (e + FLOAT32) * whole
-        logits = FLOAT32 * head(work).blocks[1] * work.vocabulary
-        read = e * work.targets * work.vocabulary
-        arrays = [(e * whole, 0, 0), (logits, 0, 0), (read, 0, 1), (e * whole, 1, 2)]
-        return packed([*arrays, (converted * whole, 2, 2)]) + waiting - read
-    if work.fsdp == 1:
-        return waiting + (0 if work.config.lora.rank else FLOAT32 * whole)
-    if waiting in (0, converted * whole):
+        return waiting + (work.itemsize + converted) * whole
+    if work.config.lora.rank or (work.fsdp > 1 and waiting == converted * whole):
         return waiting
-    untied = not work.config.model.tied
-    shards = untied * (converted + FLOAT32) * whole // work.fsdp
-    return converted * whole + max(waiting, shards)
-
-
-def packed(arrays: list[tuple[int, int, int]]) -> int:
-    """Bytes of a heap for arrays (bytes, first and last time), as XLA places them: the largest
-    first, of equal ones the shortest, each into the smallest gap that holds it while it exists."""
-    placed: list[tuple[int, int, int, int]] = []
-    for size, first, last in sorted(arrays, key=lambda a: (-a[0], a[2] - a[1])):
-        gaps, end = [], 0
-        for offset, stop, start, until in sorted(placed):
-            if start <= last and first <= until:
-                gaps.append((offset - end, end))
-                end = max(end, stop)
-        offset = min((gap for gap in gaps if gap[0] >= size), default=(0, end))[1]
-        placed.append((offset, offset + size, first, last))
-    return max(stop for _, stop, _, _ in placed)
+    return waiting + converted * whole
 
 
 def absent(work: Workload) -> tuple[int, int]:
@@ -320,25 +273,20 @@ def absent(work: Workload) -> tuple[int, int]:
     late = every if split_once(work) else late
     tied = work.config.model.tied and work.has_output
     if work.pipelined:
-        sums = summed_alone(work) and not multiplied_last(work)
-        head = FLOAT32 * work.vocabulary * work.config.model.hidden_size * sums
-        return every - head, late - head
+        return every, late
     early = 0 if tied else copies.get("embedding", 0)
     return every + early, late + sum(copies.values())
 
 
 def freed(work: Workload) -> list[int]:
     """Bytes of each group that do not exist once it has run backward: what it stored, but in a ring
-    buffer or if a loop over microbatches carries the stacks of several units; of a single unit,
-    which has no loop, also its late gradients, unless added up."""
-    bytes_of = []
-    for group, (unit, places) in enumerate(zip(work.units, work.places, strict=True)):
-        shards = [s for s in work.shards if s.trained and s.parameter.group == group]
-        late = 0 if work.accumulates else sum(_gradient_bytes(work, s) for s in shards)
-        stays = work.pipelined or (work.microbatches > 1 and places > 1)
-        stored = 0 if stays else unit_activations(work, unit) * places
-        bytes_of.append(late * (places == 1) + stored)
-    return bytes_of
+    buffer or if a loop over microbatches carries the stacks of several units."""
+    if work.pipelined:
+        return [0] * len(work.units)
+    return [
+        0 if work.microbatches > 1 and places > 1 else unit_activations(work, unit) * places
+        for unit, places in zip(work.units, work.places, strict=True)
+    ]
 
 
 def parameter_memory(work: Workload) -> dict[str, int]:
@@ -399,21 +347,12 @@ def _gradient_bytes(work: Workload, shard: Shard) -> int:
     return work.itemsize * whole
 
 
-def scheduled_below(work: Workload, gpu_memory: int) -> int:
-    """Bytes of temporaries above which XLA changes the schedule: gathers of experts' weights and
-    recomputation of their rows wait (it also recomputes single products, which saves little). XLA
-    takes 95 % of what the state leaves of 80 % of the GPU's memory."""
-    state = sum(parameter_memory(work)[part] for part in ("master weights", "optimizer"))
-    return int(0.95 * (0.8 * gpu_memory - state))
-
-
-def device_memory(work: Workload, gpu_memory: int = 0) -> dict[str, int]:
+def device_memory(work: Workload) -> dict[str, int]:
     """Bytes of the fullest device by purpose; their sum is an upper bound of the peak.
 
     Those of `parameter_memory`; activations, loss: see there. workspace: the part of a layer's
-    backward that exceeds the loss's bytes; above `scheduled_below`, no less than that leaves or the
-    other schedule takes. gradients: with a weight lane that runs once, those that exist when the
-    device is fullest. The batch is not included. gpu_memory: of one GPU; 0: without a limit.
+    backward that exceeds the loss's bytes. gradients: with a weight lane that runs once, those that
+    exist when the device is fullest. The batch is not included.
     """
     kept, held = activations(work), held_by_ticks(work)
     absent_in_loss, absent_in_layers = absent(work)
@@ -424,19 +363,11 @@ def device_memory(work: Workload, gpu_memory: int = 0) -> dict[str, int]:
         after -= kept + (parameter_memory(work)["compute weights"] if work.fsdp == 1 else 0)
     after = in_weight_lane(work) if split_once(work) else after
     after = max(after, loss_bytes + beside_loss(work))
-
-    def workspace(tight: bool) -> int:
-        largest = max(layer(work, freed(work), tight), scattered_in_branch(work))
-        backward = largest + waiting_gradient(work) + held - absent_in_layers
-        return max(backward, after) - max(0, loss_bytes)
-
+    largest = max(layer(work, freed(work)), scattered_in_branch(work))
+    backward = largest + waiting_gradient(work) + held - absent_in_layers
+    space = max(backward, after) - max(0, loss_bytes)
     parts = {**parameter_memory(work), "activations": kept, "loss": max(0, loss_bytes)}
-    state = parts["master weights"] + parts["optimizer"]
-    space = workspace(False)
     parts["gradients"] += min(0, space)
-    if gpu_memory:
-        left = scheduled_below(work, gpu_memory) - (sum(parts.values()) - state)
-        space = min(space, max(workspace(True), left))
     return {**parts, "workspace": max(0, space)}
 
 
