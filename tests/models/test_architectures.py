@@ -180,6 +180,13 @@ def test_the_arrays_of_each_family_are_counted(family: str):
     assert tuple(COUNTS[FAMILIES[family]]) == (count, count - unused)
 
 
+@pytest.mark.parametrize(
+    "name", thinned([n for n in ARCHITECTURES if n not in (*PUBLISHED, *FAMILIES.values())], 6)
+)
+def test_the_arrays_of_sizes_without_a_published_number_are_counted(name: str):
+    assert tuple(COUNTS[name]) == parameters.num_parameters(architecture(name))
+
+
 def test_every_architecture_with_experts_says_what_a_token_uses():
     names = {name for name in ARCHITECTURES if architecture(name).has("moe")}
     assert ACTIVE.keys() <= names <= {*ACTIVE, *CONFIGS}
