@@ -33,10 +33,10 @@ def reference_step(config: Config, optimizer, state: TrainState, batch: Batch, *
         model = jax.tree.map(cast, joined(masters, fixed(state.model)), is_leaf=is_variable)
         ctx = context(microbatch, jax.random.key_data(key))
         x, _, aux = model.stack(model.embed(microbatch, ctx), ctx)
-        later = objective.later(model, microbatch, ctx)
-        further, mtp_sums = objective.further(model, x, later, microbatch, ctx)
+        head_inputs = objective.head_inputs(model, microbatch, ctx)
+        loss_inputs, mtp_sums = objective.loss_inputs(model, x, head_inputs, microbatch, ctx)
         h_BLD = model.outputs(x, ctx)
-        loss, sums = objective.loss(model, h_BLD, microbatch, config.train, ctx, *further)
+        loss, sums = objective.loss(model, h_BLD, microbatch, config.train, ctx, *loss_inputs)
         return loss, sums | mtp_sums | {"stack_aux": aux}
 
     masters = trained(state.model)

@@ -72,20 +72,20 @@ def local_gradients(
         ctx = dataclasses.replace(context(microbatch, raw_key), tables=tables)
         return units.run_unit(whole, x, ctx, layer, prevent_cse=prevent_cse)
 
-    def later(outer: Model, microbatch: Batch):
+    def head_inputs(outer: Model, microbatch: Batch):
         whole, ctx = joined(outer, fixed_outer), context(microbatch, raw_key)
-        return objective.later(whole, microbatch, ctx)
+        return objective.head_inputs(whole, microbatch, ctx)
 
     def output(outer: Model):
         return joined(outer, fixed_outer).output_weight()
 
-    def head(outer: Model, output_VD, x, later: list, microbatch: Batch):
+    def head(outer: Model, output_VD, x, head_inputs: list, microbatch: Batch):
         whole, ctx = joined(outer, fixed_outer), context(microbatch, raw_key)
         whole.set_output_weight(output_VD)
-        further, aux = objective.further(whole, x, later, microbatch, ctx)
-        x, further = from_last_stage(({name: x[name] for name in whole.reads}, further))
+        loss_inputs, aux = objective.loss_inputs(whole, x, head_inputs, microbatch, ctx)
+        x, loss_inputs = from_last_stage(({name: x[name] for name in whole.reads}, loss_inputs))
         h_BLD = whole.outputs(x, ctx)
-        loss, sums = objective.loss(whole, h_BLD, microbatch, config.train, ctx, *further)
+        loss, sums = objective.loss(whole, h_BLD, microbatch, config.train, ctx, *loss_inputs)
         return loss, sums | aux
 
     program = Program(
@@ -98,7 +98,7 @@ def local_gradients(
         unit=unit,
         output=output,
         head=head,
-        later=later,
+        head_inputs=head_inputs,
         unroll=units.unroll,
         offloaded=offloaded_alone(config.model.recompute),
         divide=first_sublayer,

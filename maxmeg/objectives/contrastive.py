@@ -80,8 +80,8 @@ def loss(
 def metrics(sums: Sums) -> Metrics:
     """Mean cross entropy of queries, and the shares of those whose own text scores best, or among
     the best five."""
-    queries, further = jnp.maximum(sums["tokens"], 1), TOPS[1:]
-    top = {f"accuracy_{top}": sums[f"right_{top}"] / queries for top in further}
+    queries, tops = jnp.maximum(sums["tokens"], 1), TOPS[1:]
+    top = {f"accuracy_{top}": sums[f"right_{top}"] / queries for top in tops}
     return token_metrics(sums) | {"accuracy": sums["right"] / queries} | top
 
 

@@ -32,14 +32,14 @@ def shifted(batch: Batch, depth: int) -> Batch:
     # Bits, so that one collective moves them all.
     bits = [lax.bitcast_convert_type(array, jnp.int32) for array in arrays]
     rows = whole_rows(jnp.stack(bits), batch.chunks)
-    later = jnp.concatenate([rows[..., depth:], jnp.zeros_like(rows[..., :depth])], axis=-1)
+    rows_ahead = jnp.concatenate([rows[..., depth:], jnp.zeros_like(rows[..., :depth])], axis=-1)
     exists = jnp.arange(rows.shape[-1]) < rows.shape[-1] - depth
     if batch.segment_ids is not None:
-        exists &= later[-1] == rows[-1]
-    later = own_pieces(jnp.where(exists, later[:4], 0), batch.chunks)
+        exists &= rows_ahead[-1] == rows[-1]
+    rows_ahead = own_pieces(jnp.where(exists, rows_ahead[:4], 0), batch.chunks)
     tokens, targets, positions, loss_mask = (
         lax.bitcast_convert_type(part, array.dtype)
-        for part, array in zip(later, arrays, strict=False)
+        for part, array in zip(rows_ahead, arrays, strict=False)
     )
     return dataclasses.replace(
         batch, tokens=tokens, targets=targets, positions=positions, loss_mask=loss_mask
@@ -47,11 +47,11 @@ def shifted(batch: Batch, depth: int) -> Batch:
 
 
 def masks(model: LM, batch: Batch) -> list[jax.Array]:
-    further = [shifted(batch, i + 1).loss_mask for i in range(len(model.mtp.depths))]
-    return [batch.loss_mask, *further]
+    mtp_masks = [shifted(batch, i + 1).loss_mask for i in range(len(model.mtp.depths))]
+    return [batch.loss_mask, *mtp_masks]
 
 
-def later(model: LM, batch: Batch, ctx: Context) -> list[jax.Array]:
+def head_inputs(model: LM, batch: Batch, ctx: Context) -> list[jax.Array]:
     """Embeddings of the tokens that each MTP layer reads, as partial sums over pipe; none in
     evaluation, where batch.divisors has only that of the main loss."""
     embeddings = []
@@ -66,11 +66,11 @@ def later(model: LM, batch: Batch, ctx: Context) -> list[jax.Array]:
     return embeddings
 
 
-def further(
+def loss_inputs(
     model: typing.Any, x: Stream, embeddings: list[jax.Array], batch: Batch, ctx: Context
 ) -> tuple[list[jax.Array], Sums]:
     """([normed output of each MTP layer for the sequence shard], {"mtp_aux": auxiliary values}).
-    embeddings: as from `later`."""
+    embeddings: as from `head_inputs`."""
     if not embeddings:
         return [], {}
 
@@ -133,4 +133,4 @@ def metrics(sums: Sums) -> Metrics:
     return token_metrics(sums) | mtp_losses
 
 
-LANGUAGE_MODELLING = Objective(masks, later, further, loss, metrics)
+LANGUAGE_MODELLING = Objective(masks, head_inputs, loss_inputs, loss, metrics)

@@ -31,8 +31,8 @@ def masks(model: LM, batch: Batch) -> list[jax.Array]:
     return [batch.loss_mask, *([first_tokens(batch)] if has_pairs(model) else [])]
 
 
-def further(
-    model: LM, x: Stream, later: list[jax.Array], batch: Batch, ctx: Context
+def loss_inputs(
+    model: LM, x: Stream, head_inputs: list[jax.Array], batch: Batch, ctx: Context
 ) -> tuple[list[jax.Array], Sums]:
     """([output of the layers for the first token of each row, zero where a device along context
     does not have it], no auxiliary values)."""
@@ -104,4 +104,4 @@ def metrics(sums: Sums) -> Metrics:
     return token_metrics(sums) | means | {"pair_accuracy": sums["pairs_right"] / pairs}
 
 
-MASKED = Objective(masks, further=further, loss=loss, metrics=metrics)
+MASKED = Objective(masks, loss_inputs=loss_inputs, loss=loss, metrics=metrics)

@@ -69,18 +69,18 @@ class Objective:
 
     masks(model, batch): target masks of all losses in training, the main loss first; batch.divisors
     has one element per mask. In evaluation, which computes only the main loss, it has one element.
-    later(model, batch, ctx): arrays that `further` reads, as partial sums over pipe.
-    further(model, x, later, batch, ctx): ([further inputs of the loss], auxiliary values), from the
-    stack's output x and the sums of `later`, computed by the last pipeline stage alone (elsewhere x
-    is not the stack's output: see pipeline/last_stage.py).
-    loss(model, outputs, batch, train, ctx, *further): (local contribution to the global loss, sums
-    over local tokens, including "tokens"); both are summed over microbatches and devices.
+    head_inputs(model, batch, ctx): arrays that `loss_inputs` reads, as partial sums over pipe.
+    loss_inputs(model, x, head_inputs, batch, ctx): ([inputs of the loss], auxiliary values), from
+    the stack's output x and the sums of `head_inputs`, computed by the last pipeline stage alone
+    (elsewhere x is not the stack's output: see pipeline/last_stage.py).
+    loss(model, outputs, batch, train, ctx, *loss_inputs): (local contribution to the global loss,
+    sums over local tokens, including "tokens"); both are summed over microbatches and devices.
     metrics(sums): scalars by name, including "loss".
     """
 
     masks: Callable[[typing.Any, Batch], Sequence[jax.Array]] = target_masks
-    later: Callable[..., list[jax.Array]] = lambda *_: []
-    further: Callable[..., tuple[list[jax.Array], Sums]] = lambda *_: ([], {})
+    head_inputs: Callable[..., list[jax.Array]] = lambda *_: []
+    loss_inputs: Callable[..., tuple[list[jax.Array], Sums]] = lambda *_: ([], {})
     loss: Callable[..., tuple[jax.Array, Sums]] = token_loss
     metrics: Callable[[Sums], Metrics] = token_metrics
 

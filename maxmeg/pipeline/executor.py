@@ -160,10 +160,10 @@ class Executor:
     def start(self) -> Carry:
         table, program = self.table, self.program
         x = start_values(self.x)
-        later = jax.eval_shape(program.later, program.outer, self.microbatch(0))
+        head_inputs = jax.eval_shape(program.head_inputs, program.outer, self.microbatch(0))
         w = jax.eval_shape(program.output, program.outer)
         head = functools.partial(program.head, program.outer)
-        sums = jax.eval_shape(lambda *args: head(*args)[1], w, x, later, self.microbatch(0))
+        sums = jax.eval_shape(lambda *args: head(*args)[1], w, x, head_inputs, self.microbatch(0))
         weights, ended = [group.start() for group in self.weights], jnp.int32(0)
         if table.backward is None:
             return Carry(x, x, [], [], weights, None, [], start_values(sums), [], ended)
@@ -206,23 +206,23 @@ class Executor:
     def tick(self, lanes: tuple[str, ...], always: bool, ends: tuple, carry: Carry, rows: dict):
         """One tick of a run with these active lanes. always: the head has work at every tick.
         ends: whether the run begins with the first tick, and ends with the last."""
-        y, dy, later, d_later, d_output, (first, last) = None, None, [], [], None, ends
+        y, dy, head_inputs, d_inputs, d_output, (first, last) = None, None, [], [], None, ends
         if self.alone and (ends == (False, True) or not (self.has_cuts or all(self.looped))):
             # Else XLA, which unrolls two ticks, may run this one before the previous one has ended.
             rows = jax.tree.map(lambda row: row + carry.ended, rows)
         if "head" in lanes:
-            later, carry = self.later(carry, rows["head"], always)
+            head_inputs, carry = self.head_inputs(carry, rows["head"], always)
         if "forward" in lanes:
             y, carry = self.forward(carry, rows["forward"], first and self.has_cuts)
             carry = carry._replace(x=self.send(y, 1))
         if "head" in lanes:
-            dy, d_later, d_output, carry = self.head(carry, y, later, rows["head"], always)
+            dy, d_inputs, d_output, carry = self.head(carry, y, head_inputs, rows["head"], always)
         if "backward" in lanes:
             carry = self.backward(carry, dy, rows["backward"], last)
         if d_output is not None:
             carry = self.output_backward(carry, d_output)
-        if d_later:
-            carry = self.later_backward(carry, d_later, rows["head"], always)
+        if d_inputs:
+            carry = self.head_inputs_backward(carry, d_inputs, rows["head"], always)
         if "weight" in lanes:
             carry = self.weight(carry, rows["weight"], last)
         if {"forward", "backward"} <= set(lanes) and not self.alone:
@@ -409,62 +409,62 @@ class Executor:
         _, pull = jax.vjp(lambda outer: embed(outer, microbatch), self.program.outer)
         return combine(total, pull(collectives.sum_over(d_embedded, (PIPE_AXIS,)))[0])
 
-    def later(self, carry: Carry, number: jax.Array, always: bool) -> tuple[list, Carry]:
+    def head_inputs(self, carry: Carry, number: jax.Array, always: bool) -> tuple[list, Carry]:
         """What the head reads of a microbatch beside the stack's output; before the forward lane,
         after which the last stage would wait for the others."""
 
         def compute():
-            shares = self.program.later(self.program.outer, self.microbatch(number))
+            shares = self.program.head_inputs(self.program.outer, self.microbatch(number))
             return collectives.sum_over(shares, (PIPE_AXIS,)) if shares else []
 
         if not (shapes := jax.eval_shape(compute)):
             return [], carry
         zeros = functools.partial(start_values, shapes)
-        later = compute() if always else lax.cond(number >= 0, compute, zeros)
-        later, x = together((later, carry.x))
-        return later, carry._replace(x=ordering.after(x, later))
+        head_inputs = compute() if always else lax.cond(number >= 0, compute, zeros)
+        head_inputs, x = together((head_inputs, carry.x))
+        return head_inputs, carry._replace(x=ordering.after(x, head_inputs))
 
-    def later_backward(self, carry: Carry, d_later: list, number, always: bool) -> Carry:
+    def head_inputs_backward(self, carry: Carry, d_inputs: list, number, always: bool) -> Carry:
         """Add the gradients of what the head has read, after the backward lane: the other stages
         would wait for the last one before it."""
-        d_later, dy = together((d_later, carry.dy))
-        d_later = ordering.after(d_later, dy)
+        d_inputs, dy = together((d_inputs, carry.dy))
+        d_inputs = ordering.after(d_inputs, dy)
 
         def add(total):
-            return self.add_embedding(total, self.program.later, number, d_later)
+            return self.add_embedding(total, self.program.head_inputs, number, d_inputs)
 
         outer = add(carry.outer) if always else lax.cond(number >= 0, add, lambda t: t, carry.outer)
         return carry._replace(outer=outer, dy=dy)
 
-    def head(self, carry: Carry, y, later: list, number: jax.Array, always: bool) -> tuple:
-        """(gradients of the last stage's output, of `later` and, without a pipeline, of the whole
-        output weight, None without backward; carry with the head's sums)."""
+    def head(self, carry: Carry, y, head_inputs: list, number: jax.Array, always: bool) -> tuple:
+        """(gradients of the last stage's output, of `head_inputs` and, without a pipeline, of the
+        whole output weight, None without backward; carry with the head's sums)."""
         outer, trained = self.program.outer, self.table.backward is not None
 
         def compute(total):
             microbatch = self.microbatch(number)
             w, scatter = jax.vjp(self.program.output, outer)
             if not trained:
-                _, sums = self.program.head(outer, w, y, later, microbatch)
+                _, sums = self.program.head(outer, w, y, head_inputs, microbatch)
                 return None, None, None, (None, combine(total[1], sums))
             run = functools.partial(self.program.head, microbatch=microbatch)
-            _, pull, sums = jax.vjp(run, outer, w, y, later, has_aux=True)
-            gradients, dw, dy, d_later = pull(jnp.ones((), jnp.float32))
+            _, pull, sums = jax.vjp(run, outer, w, y, head_inputs, has_aux=True)
+            gradients, dw, dy, d_inputs = pull(jnp.ones((), jnp.float32))
             outer_sums = combine(total[0], gradients)
             if not self.alone:
                 outer_sums, dw = combine(outer_sums, *scatter(dw)), None
-            return dy, d_later, dw, (outer_sums, combine(total[1], sums))
+            return dy, d_inputs, dw, (outer_sums, combine(total[1], sums))
 
         def idle(total):
             if not trained:
                 return None, None, None, total
-            return start_values(y), start_values(later), None, total
+            return start_values(y), start_values(head_inputs), None, total
 
         total = (carry.outer, carry.sums)
-        dy, d_later, dw, (outer_sums, sums) = (
+        dy, d_inputs, dw, (outer_sums, sums) = (
             compute(total) if always else lax.cond(number >= 0, compute, idle, total)
         )
-        return dy, d_later, dw, carry._replace(outer=outer_sums, sums=sums)
+        return dy, d_inputs, dw, carry._replace(outer=outer_sums, sums=sums)
 
     def output_backward(self, carry: Carry, d_output: jax.Array) -> Carry:
         """Add the output weight's gradient. XLA adds it, or scatters it over fsdp, after the layers

@@ -22,9 +22,9 @@ class Program:
     params and fixed are gathered over fsdp. prevent_cse: whether forward and backward of the unit
     are in one computation, where XLA would merge a recomputation with forward.
     output(outer) -> the output weight, gathered over fsdp.
-    head(outer, output, y, later, microbatch) -> (loss, sums, which may contain auxiliary values).
-    y: the stack's output on the last stage; other stages hold what the head must not read.
-    later(outer, microbatch) -> arrays that the head reads beside it, summed over pipe: partial
+    head(outer, output, y, head_inputs, microbatch) -> (loss, sums, also of auxiliary values). y:
+    the stack's output on the last stage; other stages hold what the head must not read.
+    head_inputs(outer, microbatch) -> arrays that the head reads besides, summed over pipe: partial
     embeddings of other tokens.
     offloaded: names of activations that some layer must store, for host memory.
     unroll: places per iteration of the loops over a chunk's places; 0: no loop.
@@ -41,7 +41,7 @@ class Program:
     unit: Callable
     output: Callable
     head: Callable
-    later: Callable = lambda outer, microbatch: []
+    head_inputs: Callable = lambda outer, microbatch: []
     unroll: int = 1
     offloaded: frozenset[str] = frozenset()
     divide: Callable = lambda gradients: (gradients, jax.tree.map(lambda _: None, gradients))

@@ -56,7 +56,7 @@ class GroupWeights:
         first, others = self.divide(params)
         rows = [self.divide(row) for row in self.gathered(slot + 1, x)]
         others, soon = together((others, [row for row, _ in rows]))
-        rows = [joined(row, later) for row, (_, later) in zip(soon, rows, strict=True)]
+        rows = [joined(row, rest) for row, (_, rest) in zip(soon, rows, strict=True)]
         return joined(first, others), self.with_slot(weights, slot + 1, rows)
 
     def gathered(self, slot, x) -> list:

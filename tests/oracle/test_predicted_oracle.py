@@ -155,8 +155,8 @@ def test_mtp_layers_equal_transformers(case, tmp_path, monkeypatch):
         )
         ctx = Context(positions_BL)
         x = ours.stack(ours.embed_tokens(ids_BL, ctx), ctx)[0]
-        later = LANGUAGE_MODELLING.later(ours, batch, ctx)
-        outputs, _ = LANGUAGE_MODELLING.further(ours, x, later, batch, ctx)
+        later = LANGUAGE_MODELLING.head_inputs(ours, batch, ctx)
+        outputs, _ = LANGUAGE_MODELLING.loss_inputs(ours, x, later, batch, ctx)
         h_BLD = ours.outputs(x, ctx)
         return LANGUAGE_MODELLING.loss(ours, h_BLD, batch, TrainConfig(), ctx, *outputs)[1]
 
