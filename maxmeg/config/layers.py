@@ -25,27 +25,28 @@ from collections.abc import Iterator, Sequence
 
 from maxmeg.config.hints import nearest_few
 
-# Mixers and the groups of settings that they read.
+# The spec of each mixer, a class in layers/, and the groups of settings that it reads.
 MIXERS = {
-    "attention": ("attention", "rotary"),
-    "local": ("attention", "rotary"),  # attention to a sliding window
-    "raw_attention": ("attention", "rotary"),  # attention whose input is not normalized
-    "nope_attention": ("attention",),  # attention without a rotary embedding
-    "mla": ("attention", "rotary", "mla"),
-    "local_mla": ("attention", "rotary", "mla"),
-    "conv": ("conv",),  # gated short convolution
-    "mamba": ("mamba",),  # Mamba-2
-    "gated_delta": ("delta",),  # Gated DeltaNet
-    "kda": ("delta",),  # Kimi Delta Attention
-    "mlp": ("mlp",),
-    "moe": ("moe", "mlp"),
-    "encoder_attention": ("attention",),  # these four read and write the source
-    "encoder_cross": ("attention", "retro"),  # attention to the chunk of a neighbour
-    "encoder_mlp": ("mlp",),
-    "encoder_norm": (),
-    "cross": ("attention",),  # attention to the source
-    "chunked_cross": ("attention", "retro"),  # attention to the neighbours of a chunk
+    "attention": ("AttentionSpec", "attention", "rotary"),
+    "local": ("AttentionSpec", "attention", "rotary"),  # attention to a sliding window
+    "raw_attention": ("AttentionSpec", "attention", "rotary"),  # whose input is not normalized
+    "nope_attention": ("AttentionSpec", "attention"),  # attention without a rotary embedding
+    "mla": ("MlaSpec", "attention", "rotary", "mla"),
+    "local_mla": ("MlaSpec", "attention", "rotary", "mla"),
+    "conv": ("ShortConvSpec", "conv"),  # gated short convolution
+    "mamba": ("MambaSpec", "mamba"),  # Mamba-2
+    "gated_delta": ("DeltaSpec", "delta"),  # Gated DeltaNet
+    "kda": ("KdaSpec", "delta"),  # Kimi Delta Attention
+    "mlp": ("MlpSpec", "mlp"),
+    "moe": ("MoeSpec", "moe", "mlp"),
+    "encoder_attention": ("AttentionSpec", "attention"),  # these four read and write the source
+    "encoder_cross": ("ChunkedCrossSpec", "attention", "retro"),  # to the chunk of a neighbour
+    "encoder_mlp": ("MlpSpec", "mlp"),
+    "encoder_norm": ("EncoderNormSpec",),
+    "cross": ("CrossSpec", "attention"),  # attention to the source
+    "chunked_cross": ("ChunkedCrossSpec", "attention", "retro"),  # to the neighbours of a chunk
 }
+GROUPS = {name: groups for name, (_, *groups) in MIXERS.items()}
 ENCODER = ("encoder_attention", "encoder_cross", "encoder_mlp", "encoder_norm")
 RETRO = ("chunked_cross", "encoder_cross")
 # Megatron-LM's letters.

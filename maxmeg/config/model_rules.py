@@ -7,7 +7,7 @@ from dataclasses import is_dataclass
 from maxmeg.config.bert import BertConfig
 from maxmeg.config.context import KINDS
 from maxmeg.config.head import OUTPUT_FIELDS, Biencoder, HeadConfig
-from maxmeg.config.layers import MIXERS, Layer
+from maxmeg.config.layers import GROUPS, Layer
 from maxmeg.config.mixers import ExpertBackend, ExpertExchange, QkNorm, RouterScore
 from maxmeg.config.model import ModelConfig, NormPlace, Position
 from maxmeg.config.parallel import ParallelConfig
@@ -29,8 +29,8 @@ from maxmeg.config.source import source_problems
 
 # Groups and fields that only some mixers read.
 READERS = {
-    group: tuple(name for name, groups in MIXERS.items() if group in groups)
-    for group in dict.fromkeys(itertools.chain(*MIXERS.values()))
+    group: tuple(name for name, groups in GROUPS.items() if group in groups)
+    for group in dict.fromkeys(itertools.chain(*GROUPS.values()))
 }
 READERS |= {"delta.rank": ("kda",)}
 READERS |= {"mup.base_head_dim": KINDS}
@@ -162,7 +162,7 @@ def kind_problems(kind: Layer) -> Iterator[str]:
     for sublayer in kind:
         if "moe" in sublayer and len(sublayer) > 1:
             yield f"model.layers has {'+'.join(sublayer)}: moe cannot be in a parallel block"
-        attention = [name for name in sublayer if "attention" in MIXERS[name]]
+        attention = [name for name in sublayer if "attention" in GROUPS[name]]
         if len(attention) > 1:
             yield (
                 f"model.layers has {'+'.join(sublayer)}: {' and '.join(attention)} cannot stand in "

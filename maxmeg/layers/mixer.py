@@ -2,8 +2,8 @@
 
 A mixer is a frozen spec and the module that the spec builds. The spec states FLOPs and sizes of
 arrays (for planning), and which part of the sequence the mixer reads and writes
-(layers/residual.py). `config.layers.MIXERS` maps the name of each mixer to the groups of settings
-that it reads, `models.mixers.SPECS` to its spec, which `MixerSpec.of` makes of them.
+(layers/residual.py). `config.layers.MIXERS` maps the name of each mixer to its spec and to the
+groups of settings that it reads, of which `MixerSpec.of` makes the spec.
 """
 
 import abc
@@ -13,7 +13,7 @@ import typing
 import jax
 from flax import nnx
 
-from maxmeg.config.layers import MIXERS
+from maxmeg.config.layers import GROUPS
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.setting import shared_values
@@ -79,7 +79,7 @@ class MixerSpec(abc.ABC):
         """Values of fields: a setting of the mixer's groups gives the field of the same name."""
         values = {"hidden_size": config.hidden_size}
         values |= {"std": config.hidden_std, "out_std": config.output_std}
-        for group in MIXERS[mixer]:
+        for group in GROUPS[mixer]:
             values |= shared_values(cls, config.derived(group))
         return values
 

@@ -3,7 +3,7 @@
 import dataclasses
 
 from maxmeg.config.context import KINDS
-from maxmeg.config.layers import ENCODER
+from maxmeg.config.layers import ENCODER, MIXERS
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.parallel import ParallelConfig, Schedule
 from maxmeg.layers.attention import AttentionSpec
@@ -21,31 +21,14 @@ from maxmeg.layers.short_conv import ShortConvSpec
 from maxmeg.layers.stream import EncoderNormSpec, Side
 from maxmeg.models.stack import Pattern, UnitSpec
 
-SPECS: dict[str, type[MixerSpec]] = {
-    "attention": AttentionSpec,
-    "local": AttentionSpec,
-    "raw_attention": AttentionSpec,
-    "nope_attention": AttentionSpec,
-    "mla": MlaSpec,
-    "local_mla": MlaSpec,
-    "conv": ShortConvSpec,
-    "mamba": MambaSpec,
-    "gated_delta": DeltaSpec,
-    "kda": KdaSpec,
-    "mlp": MlpSpec,
-    "moe": MoeSpec,
-    "encoder_attention": AttentionSpec,
-    "encoder_mlp": MlpSpec,
-    "encoder_norm": EncoderNormSpec,
-    "encoder_cross": ChunkedCrossSpec,
-    "cross": CrossSpec,
-    "chunked_cross": ChunkedCrossSpec,
-}
+SPECS: tuple[type[MixerSpec], ...] = (AttentionSpec, ChunkedCrossSpec, CrossSpec, DeltaSpec)
+SPECS += (EncoderNormSpec, KdaSpec, MambaSpec, MlaSpec, MlpSpec, MoeSpec, ShortConvSpec)
+BY_NAME = {spec.__name__: spec for spec in SPECS}
 
 
 def mixer_spec(config: ModelConfig, parallel: ParallelConfig, mixer: str) -> MixerSpec:
     of_neighbours = mixer == "encoder_attention" and config.has_neighbours
-    kind = NeighbourAttentionSpec if of_neighbours else SPECS[mixer]
+    kind = NeighbourAttentionSpec if of_neighbours else BY_NAME[MIXERS[mixer][0]]
     return kind.of(config, parallel, mixer)
 
 

@@ -5,7 +5,7 @@ from maxmeg.config.model import ModelConfig
 from maxmeg.config.setting import shared_values
 from maxmeg.layers.attention import AttentionSpec
 from maxmeg.layers.moe import RoutingSpec
-from maxmeg.models.mixers import SPECS
+from maxmeg.models.mixers import BY_NAME
 
 HEADS = "backend bias_out bias_qkv causal chunk dropout head_dim keys_as_values num_heads "
 HEADS += "num_kv_heads output_gate qk_norm scale sinks softcap value_norm window"
@@ -32,7 +32,7 @@ TAKEN = {
 
 
 def test_specs_take_these_settings_by_name():
-    pairs = [(SPECS[mixer], group) for mixer, groups in MIXERS.items() for group in groups]
+    pairs = [(BY_NAME[spec], group) for spec, *groups in MIXERS.values() for group in groups]
     pairs += [(AttentionSpec, "relative"), (RoutingSpec, "moe")]
     names = {(k.__name__, g): shared_values(k, getattr(ModelConfig(), g)) for k, g in pairs}
     assert {pair: " ".join(sorted(taken)) for pair, taken in names.items() if taken} == TAKEN

@@ -10,7 +10,7 @@ import re
 import typing
 from collections.abc import Callable, Iterable, Mapping, Set
 
-from maxmeg.config.layers import MIXERS, Layer, one_layer, written
+from maxmeg.config.layers import GROUPS, Layer, one_layer, written
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.setting import get
 
@@ -182,8 +182,8 @@ def resolved(model: ModelConfig, field: str) -> typing.Any:
 def unread_groups(kinds: Iterable[Layer]) -> set[str]:
     """Return the groups of mixers' settings that no layer of these kinds reads."""
     mixers = {name for kind in kinds for sublayer in kind for name in sublayer}
-    read = {group for name in mixers for group in MIXERS[name]}
-    return {group for groups in MIXERS.values() for group in groups} - read
+    read = {group for name in mixers for group in GROUPS[name]}
+    return {group for groups in GROUPS.values() for group in groups} - read
 
 
 def with_layers(fields: Fields) -> Fields:
