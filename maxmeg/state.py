@@ -1,7 +1,6 @@
-"""TrainState: what a step reads and replaces; how it is initialized, sharded and named on disk."""
+"""TrainState: what a step reads and replaces; how it is initialized and sharded."""
 
 import dataclasses
-import math
 import typing
 
 import jax
@@ -9,20 +8,17 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from maxmeg.checkpoint import storage
-from maxmeg.checkpoint.names import array_name, nested, to_arrays
 from maxmeg.config import files
 from maxmeg.config.model import DType
-from maxmeg.config.schema import Config, Masters, Moments, OptimConfig
+from maxmeg.config.schema import Config, Masters
 from maxmeg.models.lm import LM, language_model
-from maxmeg.ops.random import fold, split
+from maxmeg.ops.random import split
 from maxmeg.optim.scaling import Scaler, first_scaler
-from maxmeg.optim.storage import decode, divided, encode, has_remainder, orders, whole
-from maxmeg.parallel.parameter import is_variable, logical_axes
+from maxmeg.optim.storage import divided, has_remainder
+from maxmeg.parallel.parameter import is_variable
 from maxmeg.parallel.rules import storage_specs
-from maxmeg.parallel.trainable import joined, saved, trained
-from maxmeg.processes.host import host_sharding, is_on_host, to_device
-from maxmeg.runtime.metrics.parameter_table import ParameterRow
+from maxmeg.parallel.trainable import joined, trained
+from maxmeg.processes.host import host_sharding, is_on_host
 
 CHECKPOINTS = files.CHECKPOINTS
 VOCABULARY_TABLES = (
@@ -81,46 +77,6 @@ def evaluated_model(state: TrainState, is_average: bool) -> LM:
     return jax.tree.map(placed, model, state.model)
 
 
-def on_disk(state):
-    """A state, or an abstract one, as checkpoints hold it: with float32 masters. Other trees are
-    as they are."""
-    if not isinstance(state, TrainState) or state.remainders is None:
-        return state
-    model = state.model
-
-    def widen(model, remainders):
-        return whole(model, to_device(remainders))
-
-    if isinstance(state.step, jax.ShapeDtypeStruct):
-        wide = jax.eval_shape(widen, model, state.remainders)
-        model = jax.tree.map(lambda w, a: w.update(sharding=a.sharding), wide, model)
-    else:
-        model = jax.jit(widen, out_shardings=shardings_of(model))(model, state.remainders)
-    return dataclasses.replace(state, model=model, remainders=None)
-
-
-def from_disk(
-    state: TrainState, moments: Moments, optim: OptimConfig, abstract: TrainState
-) -> TrainState:
-    """Convert a restored state (float32 masters, moments stored like `moments`) to the run's
-    storage formats. abstract: the run's abstract state."""
-    if moments is optim.moments and optim.masters is Masters.float32:
-        return state
-
-    def convert(state: TrainState) -> TrainState:
-        optimizer = to_device(state.optimizer)
-        if moments is not optim.moments:
-            key = fold(jax.random.wrap_key_data(state.key), state.step)
-            optimizer = encode(decode(optimizer, moments), optim.moments, key, orders(state.model))
-        return with_masters(dataclasses.replace(state, optimizer=optimizer), optim.masters)
-
-    # Only the model and the moments: a checkpoint may lack any of the others, or have more.
-    rest: dict[str, typing.Any] = {"scaler": None, "ema": None}
-    places = dataclasses.replace(shardings_of(abstract), **rest)
-    converted = jax.jit(convert, out_shardings=places)(dataclasses.replace(state, **rest))
-    return dataclasses.replace(converted, **{name: getattr(state, name) for name in rest})
-
-
 def abstract_state(config: Config, optimizer, mesh: Mesh) -> TrainState:
     """Shapes, dtypes and shardings of the state, nothing allocated."""
 
@@ -159,38 +115,3 @@ def offloaded(shapes: TrainState, config: Config):
 def shardings_of(abstract):
     """The sharding of every leaf of an abstract tree."""
     return jax.tree.map(lambda a: a.sharding, abstract)
-
-
-def parameter_rows(model) -> list[ParameterRow]:
-    """One row per parameter of an abstract model, without the padding of a pipeline."""
-    rows, orders = [], orders_of({"model": model})
-    paths = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_variable)
-    for path, variable in paths:
-        array = variable.get_value()
-        local = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
-        name = array_name(path)
-        axes = logical_axes(variable)
-        spec = tuple(larger_axes(names, array.sharding.mesh) for names in array.sharding.spec)
-        shape = storage.disk_shape(array.shape, orders.get(f"model.{name}".replace(".", "/")))
-        rows.append(ParameterRow(name, shape, axes, spec, local))
-    return rows
-
-
-def larger_axes(names, mesh: Mesh) -> tuple[str, ...] | None:
-    """Those mesh axes of one dimension that have more than one device."""
-    named = (names,) if isinstance(names, str) else names or ()
-    return tuple(name for name in named if mesh.shape[name] > 1) or None
-
-
-def to_tree(tree) -> dict:
-    """The arrays of a state without its frozen base, as nested dicts: what checkpoints hold."""
-    return nested(to_arrays(saved(on_disk(tree))))
-
-
-def orders_of(tree) -> dict[str, tuple[int, ...]]:
-    """The model's layer in each row of the arrays that a pipeline reorders, by checkpoint path.
-
-    `tree` is a state, or a part of it by its name: {"model": its model}.
-    """
-    (model,) = (tree.model,) if isinstance(tree, TrainState) else tree.values()
-    return storage.row_orders(to_arrays(tree), model.stack.layout)

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from maxmeg.checkpoint.disk import orders_of, to_tree
 from maxmeg.checkpoint.manager import Checkpointer
 from maxmeg.checkpoint.resume import Start, check_start, start
 from maxmeg.config import files
@@ -48,13 +49,13 @@ from maxmeg.runtime.faults.watchdog import SAVING, Watchdog
 from maxmeg.runtime.garbage import collected_every
 from maxmeg.runtime.gpu_environment import set_gpu_environment
 from maxmeg.runtime.logs import start_logging
-from maxmeg.runtime.metrics.parameter_table import parameter_table
+from maxmeg.runtime.metrics.parameter_table import parameter_rows, parameter_table
 from maxmeg.runtime.metrics.plots import validation_words, write_plots
 from maxmeg.runtime.metrics.summary import print_resumed, summary
 from maxmeg.runtime.observe import Observer
 from maxmeg.runtime.screen import say, width
 from maxmeg.runtime.slurm import resuming_words, warn_of_late_save
-from maxmeg.state import evaluated_model, orders_of, parameter_rows, to_tree
+from maxmeg.state import evaluated_model
 
 
 class Run:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxmeg.checkpoint.disk import orders_of
 from maxmeg.checkpoint.initialize import create_state
 from maxmeg.checkpoint.names import nested, to_arrays
 from maxmeg.config.architectures import use_architecture
@@ -23,7 +24,7 @@ from maxmeg.optim.build import make_optimizer
 from maxmeg.parallel.batch import Batch
 from maxmeg.parallel.mesh import make_mesh
 from maxmeg.parallel.placement import local_rows, place_batch, place_flag
-from maxmeg.state import abstract_state, orders_of
+from maxmeg.state import abstract_state
 from maxmeg.step import make_gradients
 
 LENGTH, BATCH, VOCAB = 16, 16, 61

@@ -17,6 +17,7 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # as Python does
 from gpu_parts import checks, steps
 from gpu_parts.timing import Model, sizes
 
+from maxmeg.checkpoint.disk import orders_of, to_tree
 from maxmeg.checkpoint.manager import Checkpointer
 from maxmeg.checkpoint.resume import restore
 from maxmeg.ops import block_matmul, chunk_scan
@@ -26,7 +27,7 @@ from maxmeg.ops.decode_attention import call as decode_attention
 from maxmeg.ops.experts import grouped_matmul
 from maxmeg.optim.build import make_optimizer
 from maxmeg.parallel.mesh import local_mesh
-from maxmeg.state import abstract_state, orders_of, to_tree
+from maxmeg.state import abstract_state
 
 pytestmark = pytest.mark.gpu
 

@@ -46,7 +46,7 @@ DIRECTION = [
     ["configs"],
     ["objectives"],
     ["optim", "data", "checkpoint", "planning", "runtime"],
-    ["state", "step", "eval_step", "reference_step"],
+    ["state", "checkpoint.disk", "step", "eval_step", "reference_step"],
     ["hf.families", "hf.formats", "hf.matching", "hf.folder"],
     ["program", "planning.compile", "checkpoint.initialize", "checkpoint.resume"],
     ["hf", "inference"],

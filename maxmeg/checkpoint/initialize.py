@@ -8,6 +8,7 @@ import typing
 import jax
 import jax.numpy as jnp
 
+from maxmeg.checkpoint.disk import from_disk, on_disk
 from maxmeg.checkpoint.integrity import CorruptCheckpointError, Manifest
 from maxmeg.checkpoint.manager import Checkpointer
 from maxmeg.checkpoint.names import from_tree, nested, to_arrays
@@ -25,7 +26,7 @@ from maxmeg.ops.random import split
 from maxmeg.optim.storage import whole
 from maxmeg.parallel.trainable import frozen, joined, trained, without
 from maxmeg.processes.host import to_device
-from maxmeg.state import VOCABULARY_TABLES, TrainState, from_disk, init_state, on_disk, shardings_of
+from maxmeg.state import VOCABULARY_TABLES, TrainState, init_state, shardings_of
 
 log = logging.getLogger("maxmeg")
 Base = dict[str, typing.Any]  # identity of a frozen base: folder, step, digest; {}: no base

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import jax
 from jax.sharding import Mesh, NamedSharding
 
+from maxmeg.checkpoint.disk import from_disk, on_disk, orders_of
 from maxmeg.checkpoint.initialize import (
     check_base,
     check_initial,
@@ -27,15 +28,7 @@ from maxmeg.config.schema import Config, Moments
 from maxmeg.optim.build import make_optimizer
 from maxmeg.optim.scaling import Scaler, first_scaler
 from maxmeg.parallel.trainable import joined, saved, trained
-from maxmeg.state import (
-    VOCABULARY_TABLES,
-    TrainState,
-    abstract_state,
-    from_disk,
-    on_disk,
-    orders_of,
-    shardings_of,
-)
+from maxmeg.state import VOCABULARY_TABLES, TrainState, abstract_state, shardings_of
 
 
 @dataclasses.dataclass(frozen=True)

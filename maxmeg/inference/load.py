@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import jax
 from jax.sharding import Mesh
 
+from maxmeg.checkpoint.disk import on_disk
 from maxmeg.checkpoint.initialize import check_base, check_tokenizer, restored_base
 from maxmeg.checkpoint.integrity import Manifest
 from maxmeg.checkpoint.manager import Checkpointer
@@ -33,7 +34,7 @@ from maxmeg.optim.build import make_optimizer
 from maxmeg.parallel.mesh import local_mesh, make_mesh, sizes_of
 from maxmeg.parallel.parameter import info, is_variable
 from maxmeg.parallel.trainable import fixed, joined, part, saved, trained
-from maxmeg.state import abstract_state, on_disk
+from maxmeg.state import abstract_state
 
 READ_BYTES = 2**30  # of a checkpoint's arrays that are read together, on each device
 

@@ -17,6 +17,7 @@ from key_value_store import KeyValueStore
 from layouts import mesh_of, tiny
 
 from maxmeg.checkpoint import manager
+from maxmeg.checkpoint.disk import to_tree
 from maxmeg.checkpoint.initialize import base_of, check_base, initialize
 from maxmeg.checkpoint.manager import Checkpointer
 from maxmeg.checkpoint.names import to_arrays
@@ -31,7 +32,7 @@ from maxmeg.inference.load import load_run
 from maxmeg.optim.build import make_optimizer
 from maxmeg.processes import multihost
 from maxmeg.runtime.faults.lock import lock_folder, lock_run
-from maxmeg.state import CHECKPOINTS, TrainState, abstract_state, to_tree
+from maxmeg.state import CHECKPOINTS, TrainState, abstract_state
 
 TOKENIZER = "null:60"
 WIDTHS = {1: 32, 2: 32, 3: 64}  # hidden size by step: the newest checkpoint is of another model

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from layouts import mesh_of, tiny, tiny_state
 
+from maxmeg.checkpoint.disk import to_tree
 from maxmeg.checkpoint.initialize import base_of
 from maxmeg.checkpoint.manager import Checkpointer
 from maxmeg.checkpoint.names import to_arrays
@@ -15,7 +16,7 @@ from maxmeg.hf.families.binding import Place
 from maxmeg.hf.formats.safetensors import SafetensorsFolder
 from maxmeg.hf.trained import TrainedModel
 from maxmeg.inference.load import load_run
-from maxmeg.state import CHECKPOINTS, to_tree
+from maxmeg.state import CHECKPOINTS
 
 
 def save(folder, config, state) -> None:

@@ -8,12 +8,12 @@ import pytest
 from layouts import mesh_of, named_gradients, tiny, tiny_state
 from optimizer_cases import well_conditioned
 
+from maxmeg.checkpoint.disk import orders_of
 from maxmeg.checkpoint.names import array_name
 from maxmeg.config.model import DType
 from maxmeg.config.optimizers import AdafactorConfig, MuonConfig
 from maxmeg.config.schema import Moments, OptimConfig, Optimizer
 from maxmeg.parallel.trainable import trained
-from maxmeg.state import orders_of
 
 SAME_GRADIENT = 1e-6  # of updates, of the largest, where all devices have equal gradients
 EXPERTS = {"moe.num_experts": 4, "moe.top_k": 2, "moe.ffn_size": 32}

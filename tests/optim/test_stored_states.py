@@ -12,6 +12,7 @@ from layouts import (
     tiny_state,
 )
 
+from maxmeg.checkpoint.disk import orders_of, to_tree
 from maxmeg.checkpoint.manager import Checkpointer
 from maxmeg.checkpoint.names import to_arrays
 from maxmeg.checkpoint.resume import resume
@@ -20,7 +21,7 @@ from maxmeg.config.model import DType
 from maxmeg.config.schema import Config, Masters, Moments, OptimConfig, Optimizer
 from maxmeg.config.setting import with_fields
 from maxmeg.inference.load import load_run
-from maxmeg.state import CHECKPOINTS, TrainState, orders_of, to_tree
+from maxmeg.state import CHECKPOINTS, TrainState
 from maxmeg.step import make_train_step
 
 TOKENIZER = "null:60"

@@ -16,7 +16,8 @@ from maxmeg.planning.cost.memory import device_memory
 from maxmeg.planning.cost.optimizer import newton_schulz_flops
 from maxmeg.planning.cost.workload import workload
 from maxmeg.planning.hardware import parse_cluster
-from maxmeg.state import abstract_state, parameter_rows
+from maxmeg.runtime.metrics.parameter_table import parameter_rows
+from maxmeg.state import abstract_state
 
 EXPERTS = {"layers": "attention,mlp *(attention,moe)", "moe.num_experts": 4}
 LAYOUTS = {

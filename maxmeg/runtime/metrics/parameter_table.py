@@ -1,9 +1,15 @@
 """The table of all parameters (log.parameters)."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
+import jax
+
+from maxmeg.checkpoint.names import array_name
+from maxmeg.checkpoint.storage import disk_shape, row_orders
 from maxmeg.config.optimizers import short_name
+from maxmeg.parallel.parameter import is_variable, logical_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,6 +21,22 @@ class ParameterRow:
     axes: tuple[str | None, ...]
     spec: tuple[tuple[str, ...] | None, ...]
     bytes_per_device: int
+
+
+def parameter_rows(model) -> list[ParameterRow]:
+    """One row per parameter of an abstract model, without the padding of a pipeline."""
+    leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_variable)
+    variables = {array_name(path): variable for path, variable in leaves}
+    orders, rows = row_orders(variables, model.stack.layout), []
+    for name, variable in variables.items():
+        array = variable.get_value()
+        sizes, place = array.sharding.mesh.shape, array.sharding
+        named = ((axes,) if isinstance(axes, str) else axes or () for axes in place.spec)
+        spec = tuple(tuple(axis for axis in axes if sizes[axis] > 1) or None for axes in named)
+        shape = disk_shape(array.shape, orders.get(name.replace(".", "/")))
+        local = math.prod(place.shard_shape(array.shape)) * array.dtype.itemsize
+        rows.append(ParameterRow(name, shape, logical_axes(variable), spec, local))
+    return rows
 
 
 def parameter_table(rows: Sequence[ParameterRow], width: int) -> list[str]:
