@@ -105,6 +105,18 @@ class SoapConfig(Section):
         "KL-Shampoo: weight the gradients in each factor by the inverse of the other factor",
         "--soap-use-kl-shampoo",
     )
+    precondition_frequency: int = setting(
+        1,
+        "number of steps between updates of the eigenbases; SOAP's authors use 10",
+        "--soap-precondition-frequency",
+        at_least=1,
+    )
+    max_precond_dim: int = setting(
+        10_000,
+        "largest size of a factor: a matrix with more rows (columns) has none of them, and Adam "
+        "runs in the eigenbasis of its columns (rows) alone",
+        at_least=0,
+    )
 
 
 @dataclasses.dataclass(repr=False)

@@ -1,12 +1,13 @@
 """SOAP (Vyas et al., 2024): AdamW in the eigenbases of Shampoo's two factors of each matrix.
 
 Formulas are those of NVIDIA's Emerging-Optimizers, which Megatron-LM uses: the eigenbases are
-refined by one power iteration and a QR decomposition in every step, after `eigh` in the first one.
-Matrices of layers, of attention projections and of experts, each have their own; AdamW updates the
-rest. Each device updates whole matrices (optim/whole_matrices.py).
+refined by one power iteration and a QR decomposition, after `eigh` in the first step. Matrices of
+layers, of attention projections and of experts, each have their own; AdamW updates the rest. Each
+device updates whole matrices (optim/whole_matrices.py).
 """
 
 import typing
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,17 +15,17 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from maxmeg.config.schema import OptimConfig
+from maxmeg.config.schema import OptimConfig, SoapConfig
 from maxmeg.optim.trees import factor, map_variables, part
 from maxmeg.optim.whole_matrices import on_whole_matrices
 from maxmeg.parallel.parameter import Side
-from maxmeg.parallel.trainable import joined
 
 
 class SoapState(typing.NamedTuple):
     """count: number of updates. mu, nu: AdamW's moments, for matrices in the eigenbases. left
     [..., m, m], right [..., n, n]: running means of G G^T and G^T G or, with soap.kl, of
-    G R^-1 G^T / n and G^T L^-1 G / m. left_basis, right_basis: their eigenvectors, as columns."""
+    G R^-1 G^T / n and G^T L^-1 G / m. left_basis, right_basis: their eigenvectors, as columns.
+    None of them for a side longer than soap.max_precond_dim: its basis is the identity."""
 
     count: jax.Array
     mu: typing.Any
@@ -48,19 +49,17 @@ def scale_by_soap(
         zeros = jax.tree.map(jnp.zeros_like, params)
 
         def one(p: nnx.Variable) -> tuple:
-            shapes = [(*p.shape[:-2], size, size) for size in p.shape[-2:]]
-            arrays = [jnp.zeros(shape) for shape in shapes]
-            arrays += [jnp.broadcast_to(jnp.eye(shape[-1]), shape) for shape in shapes]
-            return tuple(factor(p, a, side) for a, side in zip(arrays, [*Side] * 2, strict=True))
+            sides = factored_sides(p.shape, config)
+            bases = [jnp.broadcast_to(jnp.eye(n), (*p.shape[:-2], n, n)) for n in p.shape[-2:]]
+            pairs = zip([*map(jnp.zeros_like, bases), *bases], [*Side] * 2, strict=True)
+            return tuple(factor(p, a, s) if s in sides else p.replace(None) for a, s in pairs)
 
         return SoapState(jnp.int32(0), zeros, zeros, *map_variables(one, part(params, True)))
 
     def update(updates, state, params=None):
         del params
         count = state.count + 1
-        corrections = [
-            1 - beta ** count.astype(jnp.float32) for beta in (beta1, beta2, factor_beta)
-        ]
+        corrections = [1 - b ** count.astype(jnp.float32) for b in (beta1, beta2, factor_beta)]
         lead = (1 - factor_beta) / corrections[2]  # of the newest product in the factors
 
         def adam(g: jax.Array, mu: jax.Array, nu: jax.Array) -> tuple:
@@ -68,43 +67,47 @@ def scale_by_soap(
             root = jnp.sqrt(nu / corrections[1]) + config.eps
             return mu / corrections[0] / root, mu, nu
 
-        def of_vector(*variables: nnx.Variable) -> tuple:
-            values = adam(*(v.get_value() for v in variables))
-            return tuple(v.replace(x) for v, x in zip(variables, values, strict=True))
+        def of_matrices(g, mu, nu, *arrays) -> tuple:
+            sides = factored_sides(g.shape, config)
+            factors = dict(zip(sides, arrays[: len(sides)], strict=True))
+            bases = dict(zip(sides, arrays[len(sides) :], strict=True))
+            mu = rotated(mu, {side: basis.mT for side, basis in bases.items()})
+            views = {Side.left: (g, Side.right), Side.right: (g.mT, Side.left)}
+            inverses = {
+                s: inverse(factors[s], bases[s], config.eps) for s in sides if config.soap.kl
+            }
+            for side in sides:
+                rows, other = views[side]
+                weighted = rows @ inverses[other] if other in inverses else rows
+                factors[side] += lead * (weighted @ rows.mT - factors[side])
+                bases[side] = refined(factors[side], bases[side], state.count, config.soap)
+            u, mu, nu = adam(rotated(g, bases), rotated(mu, bases), nu)
+            u = rotated(u, {side: basis.mT for side, basis in bases.items()})
+            return u, mu, nu, *factors.values(), *bases.values()
 
-        def of_matrices(g, mu, nu, left, right, left_basis, right_basis) -> tuple:
-            mu = left_basis @ mu @ transposed(right_basis)
-            of_left, of_right = g, transposed(g)
-            if config.soap.kl:
-                of_left = g @ inverse(right, right_basis, config.eps)
-                of_right = transposed(g) @ inverse(left, left_basis, config.eps)
-            left = left + lead * (of_left @ transposed(g) - left)
-            right = right + lead * (of_right @ g - right)
-            left_basis, right_basis = (
-                refined(factor, basis, state.count == 0)
-                for factor, basis in ((left, left_basis), (right, right_basis))
-            )
-            mu, g = (transposed(left_basis) @ x @ right_basis for x in (mu, g))
-            u, mu, nu = adam(g, mu, nu)
-            u = left_basis @ u @ transposed(right_basis)
-            return u, mu, nu, left, right, left_basis, right_basis
-
-        def of_matrix(*variables: nnx.Variable) -> tuple:
+        def of_variable(*variables: nnx.Variable) -> tuple:
+            arrays = [v for v in variables if v.get_value() is not None]
+            function, over = (of_matrices, mesh) if len(arrays) > 3 else (adam, None)
             with jax.default_matmul_precision("highest"):
-                return on_whole_matrices(of_matrices, variables, mesh, zero1)
+                results = iter(on_whole_matrices(function, arrays, over, zero1))
+            return tuple(v if v.get_value() is None else next(results) for v in variables)
 
-        trees = [part(tree, True) for tree in (updates, state.mu, state.nu)]
-        results = map_variables(of_matrix, *trees, *state[3:])
-        others = [part(tree, False) for tree in (updates, state.mu, state.nu)]
-        rest = map_variables(of_vector, *others)
-        u, mu, nu = (joined(a, b) for a, b in zip(results[:3], rest, strict=True))
-        return u, SoapState(count, mu, nu, *results[3:])
+        u, *results = map_variables(of_variable, updates, *state[1:])
+        return u, SoapState(count, *results)
 
     return optax.GradientTransformation(init, update)
 
 
-def transposed(x: jax.Array) -> jax.Array:
-    return jnp.swapaxes(x, -1, -2)
+def factored_sides(shape: Sequence[int], config: OptimConfig) -> dict[Side, int]:
+    """Sizes of the sides of matrices [..., m, n] that have a factor and an eigenbasis."""
+    sizes = zip(Side, shape[-2:], strict=True)
+    return {side: size for side, size in sizes if size <= config.soap.max_precond_dim}
+
+
+def rotated(x: jax.Array, bases: Mapping[Side, jax.Array]) -> jax.Array:
+    """Matrices [..., m, n] in the bases of their rows and columns, as far as these have one."""
+    x = bases[Side.left].mT @ x if Side.left in bases else x
+    return x @ bases[Side.right] if Side.right in bases else x
 
 
 def eigenvalues(factor: jax.Array, basis: jax.Array) -> jax.Array:
@@ -115,13 +118,13 @@ def eigenvalues(factor: jax.Array, basis: jax.Array) -> jax.Array:
 def inverse(factor: jax.Array, basis: jax.Array, eps: float) -> jax.Array:
     """[..., m, m]: the inverses of factors, by eigenvalues of at least eps, divided by m."""
     values = jnp.maximum(eigenvalues(factor, basis), eps) * factor.shape[-1]
-    return basis / values[..., None, :] @ transposed(basis)
+    return basis / values[..., None, :] @ basis.mT
 
 
 @jax.named_scope("soap_basis")
-def refined(factor: jax.Array, basis: jax.Array, is_first: jax.Array) -> jax.Array:
-    """Eigenvectors of symmetric matrices [..., m, m], those of the largest eigenvalues first: by a
-    power iteration from `basis`, or of the first step by eigh."""
+def refined(factor: jax.Array, basis: jax.Array, count: jax.Array, soap: SoapConfig) -> jax.Array:
+    """Eigenvectors of symmetric matrices [..., m, m], those of the largest eigenvalues first: by
+    eigh in the first step (count 0), by a power iteration in every precondition_frequency-th."""
 
     def first() -> jax.Array:
         return jnp.linalg.eigh(factor, symmetrize_input=False)[1][..., ::-1]
@@ -131,4 +134,5 @@ def refined(factor: jax.Array, basis: jax.Array, is_first: jax.Array) -> jax.Arr
         order = jnp.argsort(eigenvalues(factor, q), axis=-1, descending=True)
         return jnp.take_along_axis(q, order[..., None, :], axis=-1)
 
-    return jax.lax.cond(is_first, first, later)
+    index = jnp.int32(count > 0) + (count % soap.precondition_frequency > 0)
+    return jax.lax.switch(index, [first, later, lambda: basis])

@@ -14,11 +14,12 @@ from maxmeg.config.schema import Masters, OptimConfig, Optimizer
 from maxmeg.config.setting import walk, with_fields
 from maxmeg.optim.build import make_optimizer
 from maxmeg.optim.muon import coefficients, exchanged_over, parts
+from maxmeg.optim.soap import factored_sides
 from maxmeg.optim.storage import has_remainder
 from maxmeg.optim.trees import factor, is_matrix
 from maxmeg.optim.whole_matrices import Plan, plan
 from maxmeg.parallel.mesh import MESH_AXES, mesh_shape
-from maxmeg.parallel.parameter import Side, info, is_variable
+from maxmeg.parallel.parameter import info, is_variable
 from maxmeg.parallel.rules import shard_over_context, storage_axes
 from maxmeg.planning.cost.loss import FLOAT32
 from maxmeg.planning.cost.parameters import Parameter
@@ -65,11 +66,13 @@ def states(
     return [one for one in found if is_variable(one) and one.get_value() is not None]
 
 
-def factors(variable: nnx.Variable) -> list[nnx.Variable]:
-    """SOAP's left and right factor of the matrices of a parameter, abstract."""
-    shapes = [(*variable.shape[:-2], size, size) for size in variable.shape[-2:]]
-    pairs = zip(shapes, Side, strict=True)
-    return [factor(variable, jax.ShapeDtypeStruct(s, jnp.float32), side) for s, side in pairs]
+def factors(variable: nnx.Variable, optim: OptimConfig) -> list[nnx.Variable]:
+    """SOAP's factors of the matrices of a parameter, abstract."""
+    shapes = {
+        side: jax.ShapeDtypeStruct((*variable.shape[:-2], size, size), jnp.float32)
+        for side, size in factored_sides(variable.shape, optim).items()
+    }
+    return [factor(variable, shape, side) for side, shape in shapes.items()]
 
 
 def abstract_mesh(work: Workload) -> AbstractMesh:
@@ -98,10 +101,11 @@ def is_orthogonalized(work: Workload, shard: Shard) -> bool:
 
 def has_whole_matrices(work: Workload, shard: Shard) -> bool:
     """Whether devices update whole matrices of the parameter (optim/whole_matrices.py)."""
-    kind, parameter = work.config.optim.optimizer, shard.parameter
-    if kind not in (Optimizer.muon, Optimizer.soap) or not shard.trained:
+    optim, parameter = work.config.optim, shard.parameter
+    if not shard.trained or not is_matrix(parameter.path[0], parameter.axes):
         return False
-    return is_matrix(parameter.path[0], parameter.axes)
+    has_factors = optim.optimizer is Optimizer.soap and factored_sides(shard.variable.shape, optim)
+    return optim.optimizer is Optimizer.muon or bool(has_factors)
 
 
 def exchange_plan(work: Workload, shard: Shard) -> tuple[Plan, list[int], int]:
@@ -121,8 +125,9 @@ def exchange_plan(work: Workload, shard: Shard) -> tuple[Plan, list[int], int]:
         sizes = [rows * columns // math.prod(mesh.shape[axis] for axis in kept)]
         found = plan([variable], mesh, zero1, over)
     else:
-        sizes = [rows * columns] * 3 + [rows**2, columns**2] * 2
-        found = plan([variable] * 3 + factors(variable) * 2, mesh, zero1)
+        others = factors(variable, optim) * 2
+        sizes = [rows * columns] * 3 + [other.shape[-1] ** 2 for other in others]
+        found = plan([variable] * 3 + others, mesh, zero1)
     devices = math.prod(mesh.shape[axis] for axes, _ in found.routes[0] for axis in axes)
     return found, sizes, found.number // devices
 
@@ -144,15 +149,18 @@ def newton_schulz_flops(work: Workload) -> float:
 
 
 def soap_flops(work: Workload) -> float:
-    """FLOPs in float32 of a device's updates by SOAP: of a matrix of m x n, 10 m n (m + n) for the
-    changes of bases and the products of gradients, and for both sides 20/3 m^3 for the power
-    iteration, the QR decomposition with its Q, and the eigenvalues. `kl` adds 2 m n (m + n) for
-    weighted gradients and 4 m^3 for inverses."""
-    kl, total = work.config.optim.soap.kl, 0.0
+    """FLOPs in float32 of a device's updates by SOAP: of a matrix of m x n, for each side of size s
+    with a factor, 10 m n s for the changes of bases and the product of gradients and, in every
+    precondition_frequency-th step, 20/3 s^3 for the power iteration, the QR decomposition with its
+    Q, and the eigenvalues. `kl` adds 2 m n s for weighted gradients and 4 s^3 for inverses where
+    both sides have factors."""
+    soap, total = work.config.optim.soap, 0.0
     for shard in work.shards:
         if work.config.optim.optimizer is Optimizer.soap and has_whole_matrices(work, shard):
             m, n = shard.parameter.variable.shape[-2:]
-            each = (10 + 2 * kl) * m * n * (m + n) + (20 / 3 + 4 * kl) * (m**3 + n**3)
+            sides = factored_sides((m, n), work.config.optim).values()
+            kl, refined = soap.kl and len(sides) == 2, 20 / 3 / soap.precondition_frequency
+            each = sum((10 + 2 * kl) * m * n * s + (refined + 4 * kl) * s**3 for s in sides)
             total += each * exchange_plan(work, shard)[2]
     return total
 
