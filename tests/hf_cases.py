@@ -106,6 +106,13 @@ def families(
             | {"global_head_dim": 2 * own_head_dim, "attention_k_eq_v": True}
             | {"num_global_key_value_heads": 1},
         ),
+        "gemma 4 shared": (
+            "Gemma4ForCausalLM",
+            {**wide, **own, **window, "num_hidden_layers": 6, "hidden_size_per_layer_input": 8}
+            | {"layer_types": ["sliding_attention", "full_attention"] * 3}
+            | {"vocab_size_per_layer_input": VOCAB, "global_head_dim": 2 * own_head_dim}
+            | {"num_kv_shared_layers": 3, "use_double_wide_mlp": True},
+        ),
         "olmo 2": ("Olmo2ForCausalLM", {**wide, "rope_parameters": LINEAR}),
         "phi 3": (
             "Phi3ForCausalLM",

@@ -64,6 +64,20 @@ ALTERNATING = {
     "dropout_hidden": 0.1,
 }
 
+SHARED_KEYS = {
+    "vocab_size": 64,
+    "num_layers": 6,
+    "layers": "local,mlp,layer_embedding attention,mlp,layer_embedding "
+    "*(shared_local,wide_mlp,layer_embedding shared_attention,wide_mlp,layer_embedding)",
+    "layer_embedding.size": 6,
+    "layer_scale": True,
+    "norm_place": NormPlace.sandwich,
+    "attention.num_kv_heads": 1,
+    "attention.qk_norm": QkNorm.head,
+    "attention.window": 9,
+    "attention.local_head_dim": 6,
+}
+
 CONVOLUTIONS = {
     "num_layers": 5,
     "layers": "*(conv,mlp attention,mlp)",

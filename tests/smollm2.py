@@ -38,7 +38,8 @@ def run(command: str, *flags: str) -> str:
 
 
 def export(folder: Path, target: Path, to: str = "huggingface") -> Path:
-    run("convert", f"--to={to}", f"--input={folder}", f"--output={target}", "--dtype=float32")
+    dtype = ["--dtype=float32"] * (to == "huggingface")
+    run("convert", f"--to={to}", f"--input={folder}", f"--output={target}", *dtype)
     return target
 
 

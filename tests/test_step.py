@@ -15,6 +15,7 @@ from layouts import (
     DELTA,
     DROPOUT,
     EVERYTHING,
+    SHARED_KEYS,
     assert_equal_but_rounding,
     batch_gradients,
     controls,
@@ -55,6 +56,7 @@ MODELS = {
     "alternating": ALTERNATING | {"attention.num_kv_heads": 4},
     "convolutions": CONVOLUTIONS,
     "delta": DELTA,
+    "shared keys": SHARED_KEYS,
 }
 LAYOUTS = [
     ("no dropout", CONTEXT, {"loss_backend": LossBackend.tiled}),
@@ -67,6 +69,7 @@ LAYOUTS = [
             ("alternating", {"data": 2, "fsdp": 2, "tensor": 2}, {"micro_batch_size": 2}),
             ("convolutions", {"data": 2, "fsdp": 2, "tensor": 2}, {"micro_batch_size": 2}),
             ("delta", CONTEXT, {"micro_batch_size": 2}),
+            ("shared keys", CONTEXT, {"micro_batch_size": 4}),
             ("everything", {"data": 2, "fsdp": 4, "zero1": False}, {}),
             ("everything", {"fsdp": 1}, {"micro_batch_size": 4}),
         )

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 
 from maxmeg.config.hints import nearest_few
+from maxmeg.config.layers import SHARED
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.setting import divisors
@@ -11,7 +12,7 @@ from maxmeg.config.setting import divisors
 STRATEGIES = ("auto", "ring", "exchange", "hierarchy", "gather")
 DELTA = ("gated_delta", "kda")
 # Mixers that attend.
-KINDS = ("attention", "local", "raw_attention", "nope_attention", "mla", "local_mla")
+KINDS = ("attention", "local", "raw_attention", "nope_attention", "mla", "local_mla", *SHARED)
 
 
 def strategy_of(parallel: ParallelConfig, mixer: str) -> str:

@@ -11,6 +11,8 @@ the last repeat may be cut short. Examples:
     *(3(attention,mlp) nope_attention,mlp)                                  SmolLM3
     3(mla,mlp) *(mla,moe)               DeepSeek-V3
     raw_attention,mlp 2(local,mlp) *(attention,mlp 2(local,mlp))            ModernBERT
+    local,mlp,layer_embedding attention,mlp,layer_embedding *(shared_local,wide_mlp,layer_embedding
+        shared_attention,wide_mlp,layer_embedding)                          Gemma 4 E2B
     6(encoder_attention,encoder_mlp) encoder_norm *(attention,cross,mlp)    T5
     attention,mlp attention 2(encoder_attention,encoder_cross,encoder_mlp) encoder_norm
         chunked_cross,mlp *(attention,mlp attention,chunked_cross,mlp)      RETRO
@@ -31,6 +33,8 @@ MIXERS = {
     "local": ("AttentionSpec", "attention", "rotary"),  # attention to a sliding window
     "raw_attention": ("AttentionSpec", "attention", "rotary"),  # whose input is not normalized
     "nope_attention": ("AttentionSpec", "attention"),  # attention without a rotary embedding
+    "shared_attention": ("AttentionSpec", "attention", "rotary"),  # keys: of the last attention
+    "shared_local": ("AttentionSpec", "attention", "rotary"),  # keys: of the last local
     "mla": ("MlaSpec", "attention", "rotary", "mla"),
     "local_mla": ("MlaSpec", "attention", "rotary", "mla"),
     "conv": ("ShortConvSpec", "conv"),  # gated short convolution
@@ -38,6 +42,8 @@ MIXERS = {
     "gated_delta": ("DeltaSpec", "delta"),  # Gated DeltaNet
     "kda": ("KdaSpec", "delta"),  # Kimi Delta Attention
     "mlp": ("MlpSpec", "mlp"),
+    "wide_mlp": ("MlpSpec", "mlp"),  # of twice the width
+    "layer_embedding": ("LayerEmbeddingSpec", "layer_embedding", "mlp"),  # of the tokens
     "moe": ("MoeSpec", "moe", "mlp"),
     "encoder_attention": ("AttentionSpec", "attention"),  # these four read and write the source
     "encoder_cross": ("ChunkedCrossSpec", "attention", "retro"),  # to the chunk of a neighbour
@@ -49,6 +55,7 @@ MIXERS = {
 GROUPS = {name: groups for name, (_, *groups) in MIXERS.items()}
 ENCODER = ("encoder_attention", "encoder_cross", "encoder_mlp", "encoder_norm")
 RETRO = ("chunked_cross", "encoder_cross")
+SHARED = {"shared_attention": "attention", "shared_local": "local"}
 # Megatron-LM's letters.
 HYBRID = {"M": "mamba", "G": "gated_delta", "*": "attention", "+": "mla", "-": "mlp", "E": "moe"}
 MOST_LAYERS = 10_000

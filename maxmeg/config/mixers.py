@@ -199,6 +199,15 @@ class MlaConfig(Section):
 
 
 @dataclasses.dataclass(repr=False)
+class LayerEmbeddingConfig(Section):
+    """Embeddings of each layer."""
+
+    size: int = setting(
+        256, "width of the embedding that a layer has of each token (Gemma 4 E2B, E4B)", at_least=1
+    )
+
+
+@dataclasses.dataclass(repr=False)
 class MlpConfig(Section):
     """The feed-forward layer; experts share its activation and bias."""
 

@@ -7,7 +7,14 @@ import math
 from maxmeg.config.bert import BertConfig
 from maxmeg.config.head import ENCODER_LAYERS, Biencoder, HeadConfig
 from maxmeg.config.layers import ENCODER, RETRO, Groups, Layer, grouped, one_layer, parse
-from maxmeg.config.mixers import AttentionConfig, MlaConfig, MlpConfig, MoeConfig, MtpConfig
+from maxmeg.config.mixers import (
+    AttentionConfig,
+    LayerEmbeddingConfig,
+    MlaConfig,
+    MlpConfig,
+    MoeConfig,
+    MtpConfig,
+)
 from maxmeg.config.positions import RelativeConfig, RotaryConfig
 from maxmeg.config.recompute import NAMES
 from maxmeg.config.recurrent import ConvConfig, DeltaConfig, MambaConfig
@@ -94,7 +101,9 @@ class ModelConfig(Section):
         "a norm of its input, ModernBERT's first layer), nope_attention (without a rotary "
         "embedding, SmolLM3); T5's "
         "encoder_attention, encoder_mlp, encoder_norm and cross; RETRO's encoder_cross and "
-        "chunked_cross; or Megatron-LM's "
+        "chunked_cross; Gemma 4's shared_attention and shared_local (which read keys and values of "
+        "the last attention or local layer), wide_mlp (twice mlp.ffn_size) and layer_embedding (an "
+        "embedding of each layer); or Megatron-LM's "
         "--hybrid-layer-pattern",
         "--hybrid-layer-pattern, --moe-layer-freq, --window-attn-skip-freq",
     )
@@ -229,6 +238,9 @@ class ModelConfig(Section):
     mamba: MambaConfig = setting(MambaConfig, "Mamba-2")
     delta: DeltaConfig = setting(DeltaConfig, "linear attention by the delta rule")
     mlp: MlpConfig = setting(MlpConfig, "feed-forward layer")
+    layer_embedding: LayerEmbeddingConfig = setting(
+        LayerEmbeddingConfig, "embeddings of each layer"
+    )
     moe: MoeConfig = setting(MoeConfig, "mixture of experts")
     bert: BertConfig = setting(BertConfig, "BERT's embeddings and heads")
     head: HeadConfig = setting(HeadConfig, "classifier")

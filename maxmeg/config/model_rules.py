@@ -7,7 +7,7 @@ from dataclasses import is_dataclass
 from maxmeg.config.bert import BertConfig
 from maxmeg.config.context import KINDS
 from maxmeg.config.head import OUTPUT_FIELDS, Biencoder, HeadConfig
-from maxmeg.config.layers import GROUPS, Layer
+from maxmeg.config.layers import GROUPS, SHARED, Layer
 from maxmeg.config.mixers import ExpertBackend, ExpertExchange, QkNorm, RouterScore
 from maxmeg.config.model import ModelConfig, NormPlace, Position
 from maxmeg.config.parallel import ParallelConfig
@@ -34,10 +34,11 @@ READERS = {
 }
 READERS |= {"delta.rank": ("kda",)}
 READERS |= {"mup.base_head_dim": KINDS}
-READERS |= {"mlp.gate_scale": ("mlp",), "mlp.output_scale": ("mlp",)}
-LOCAL = ("local", "local_mla")
+MLP = ("mlp", "wide_mlp")
+READERS |= {"mlp.gate_scale": MLP, "mlp.output_scale": MLP}
+LOCAL = ("local", "shared_local", "local_mla")
 READERS |= dict.fromkeys(("attention.window", "attention.chunk", "rotary.local_base"), LOCAL)
-READERS |= dict.fromkeys(("attention.local_head_dim", "attention.local_kv_heads"), ("local",))
+READERS |= dict.fromkeys(("attention.local_head_dim", "attention.local_kv_heads"), LOCAL[:2])
 OF_DECODERS = ("temperature_length", "keys_as_values", "value_norm")  # not of mla either
 # What Sinkhorn's algorithm replaces.
 NOT_WITH_SINKHORN = (
@@ -100,6 +101,7 @@ def model_problems(model: ModelConfig) -> Iterator[str]:
     if model.has(*KINDS):
         yield from head_problems(model)
     yield from window_problems(model)
+    yield from shared_problems(model)
     yield from norm_problems(model)
     yield from bert_problems(model)
     yield from mup_problems(model)
@@ -219,6 +221,30 @@ def window_problems(model: ModelConfig) -> Iterator[str]:
         yield f"model.rotary.local_base={base} must be at least 1, or 0"
     if model.is_mla and model.has("attention", "local", "raw_attention", "nope_attention"):
         yield f"model.layers={model.layers!r}: mla cannot be combined with attention and local"
+
+
+def shared_problems(model: ModelConfig) -> Iterator[str]:
+    """Rules of mixers that read other arrays of the residual stream than their input."""
+    before: set[str] = set()
+    for name in (name for kind in model.layer_kinds for part in kind for name in part):
+        if name in SHARED and SHARED[name] not in before:
+            yield (
+                f"model.layers={model.layers!r} has no {SHARED[name]} before the first {name}, "
+                "which reads its keys and values: put one before it"
+            )
+            break
+        before.add(name)
+    further = (*SHARED, "layer_embedding")
+    if model.mtp.num_layers and {*further} & {name for part in model.mtp_layer for name in part}:
+        yield (
+            f"model.mtp.layers={model.mtp.layers!r}: an MTP layer cannot have "
+            f"{', '.join(further)}; set it to attention,mlp, or model.mtp.num_layers=0"
+        )
+    if model.has_source and model.has(*further):
+        yield (
+            f"model.layers={model.layers!r}: {', '.join(further)} are for models without an "
+            "encoder: leave them out"
+        )
 
 
 def norm_problems(model: ModelConfig) -> Iterator[str]:

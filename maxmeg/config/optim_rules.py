@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from maxmeg.config.context import KINDS
+from maxmeg.config.layers import SHARED
 from maxmeg.config.mixers import QkNorm
 from maxmeg.config.model import DType, Position
 from maxmeg.config.optimizers import Group, NewtonSchulz
@@ -90,5 +91,8 @@ def qk_clip_problems(config: Config) -> Iterator[str]:
                 f"with {assignment(name, value)}: set the threshold to 0, or "
                 f"{assignment(name, allowed)}"
             )
+    if model.has(*SHARED):
+        names = ", ".join(name for name in SHARED if model.has(name))
+        yield f"{clip} cannot scale the keys that {names} reads of another layer: set it to 0"
     if model.position is Position.relative:
         yield f"{clip} is not for the biases of model.position=relative: set the threshold to 0"

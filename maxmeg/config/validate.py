@@ -183,6 +183,7 @@ def parallel_problems(config: Config, sizes: dict[str, int]):
         ("model.moe.ffn_size", expert_ffn, "expert_tensor", expert_tensor),
         ("model.moe.shared_ffn_size", model.moe.shared_ffn_size, "tensor", tensor),
         ("model.mlp.ffn_size", model.ffn if model.has("mlp") else 0, "tensor", tensor),
+        ("model.vocab_size", model.vocab_size * model.has("layer_embedding"), "tensor", tensor),
         ("model.hidden_size", model.hidden_size if model.has("conv") else 0, "tensor", tensor),
         ("data.sequence_length", config.data.sequence_length, "tensor", tensor),
         ("model.hidden_size", model.hidden_size, name, fsdp),

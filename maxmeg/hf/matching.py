@@ -65,6 +65,8 @@ def match(weights: Weights, model: ModelConfig, family: str) -> Pairs:
     for alias, original in families.aliases(model, family).items():
         if alias in names and original in names:
             _check_equal(weights, names.pop(alias), names[original])
+    for name in families.unread_tensors(model, family):
+        names.pop(name, None)
     known_bindings = families.bindings_of_files(names, model, family)
     bindings = {binding.theirs: binding for binding in known_bindings}
     _check_experts(weights, names, bindings, model, family)

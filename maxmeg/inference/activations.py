@@ -47,7 +47,8 @@ def capture(
         if any(expression.fullmatch(name) for expression in expressions):
             captured[name] = x
 
-    ctx = Context(jnp.broadcast_to(jnp.arange(ids_BL.shape[1]), ids_BL.shape))
+    positions_BL = jnp.broadcast_to(jnp.arange(ids_BL.shape[1]), ids_BL.shape)
+    ctx = Context(positions_BL, tokens_BL=ids_BL)
     x = model.embed_tokens(ids_BL, ctx)
     ctx = model.stack.with_tables(ctx, x["target"].dtype)
     keep("embedding", x["target"])

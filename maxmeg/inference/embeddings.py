@@ -181,7 +181,7 @@ def row_lengths(room: int, few: bool) -> Iterator[int]:
 
 def context(ids_BL: Int[Array, "B L"], segments_BL: Int[Array, "B L"]) -> Context:
     positions_BL = jnp.broadcast_to(jnp.arange(ids_BL.shape[1]), ids_BL.shape)
-    return Context(positions_BL, segments_BL, sequence_sharded=False)
+    return Context(positions_BL, segments_BL, sequence_sharded=False, tokens_BL=ids_BL)
 
 
 def vectors(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from maxmeg.config.context import KINDS, strategy_of
+from maxmeg.config.layers import SHARED
 from maxmeg.config.mixers import AttentionConfig, QkNorm
 from maxmeg.config.model import ModelConfig, Position
 from maxmeg.config.parallel import ParallelConfig
@@ -19,7 +20,7 @@ from maxmeg.distributed.attention.rounds import Expand
 from maxmeg.layers.cache import CacheSize, cached_attention, empty_pages
 from maxmeg.layers.context import Context, TableMakers
 from maxmeg.layers.linear import Linear, project
-from maxmeg.layers.mixer import Mixer, MixerSpec, Widths
+from maxmeg.layers.mixer import STREAM, Mixer, MixerSpec, Widths
 from maxmeg.layers.norm import Norm, NormSpec
 from maxmeg.layers.qk_clip import LARGEST, QkClip, scale_heads
 from maxmeg.ops.attention.call import attention_with_lse, dense_mask, output_and_largest
@@ -62,7 +63,9 @@ class AttentionSpec(MixerSpec):
     denominator. buckets, distance: of the relative biases (ops.attention.spec); 0: none.
     output_gate: outputs of heads are multiplied by the sigmoid of gates, which follow the queries
     in their projection. context: how devices with other parts of the sequence attend to each
-    other's keys. clip: QK-clip, or None.
+    other's keys. clip: QK-clip, or None. keys_from, keys_to: the array of the residual stream with
+    the keys and values of another layer, which it reads in place of its own, or to which it writes
+    its own; "" for none.
     std, out_std: standard deviations of the initial input and output weights. spans_devices:
     whether queries attend to keys on other devices along context.
     """
@@ -94,12 +97,15 @@ class AttentionSpec(MixerSpec):
     backend: str = "auto"
     context: ContextStrategy = ContextStrategy()
     clip: QkClip | None = None
+    keys_from: str = ""
+    keys_to: str = ""
     std: float = 0.02
     out_std: float = 0.02
 
     @classmethod
     def settings(cls, config: ModelConfig, parallel: ParallelConfig, mixer: str) -> dict:
-        heads, norm, is_local = config.attention, NormSpec.of(config), mixer.startswith("local")
+        heads, norm, kind = config.attention, NormSpec.of(config), SHARED.get(mixer, mixer)
+        is_local = kind.startswith("local")
         is_nope, in_encoder = mixer == "nope_attention", mixer == "encoder_attention"
         is_rotary = config.position is Position.rotary and not is_nope
         normalizes = heads.qk_norm not in (QkNorm.none, *[QkNorm.l2] * is_nope)
@@ -123,8 +129,21 @@ class AttentionSpec(MixerSpec):
                 "temperature": temperature_of(heads) if grows else None,
                 "scale": config.without_mup().attention.scale,
                 "context": ContextStrategy(strategy, parallel.context_inner),
+                "keys_from": f"keys_of_{kind}" if mixer in SHARED else "",
+                "keys_to": f"keys_of_{mixer}" if config.has(f"shared_{mixer}") else "",
             }
         )
+
+    @property
+    def reads_stream(self) -> tuple[str, ...]:
+        return (self.keys_from,) if self.keys_from else ()
+
+    def stream(self, x_BLD: jax.Array, ctx: Context) -> dict[str, jax.Array]:
+        if not self.keys_to:
+            return {}
+        heads = max(self.num_kv_heads // axis_size(TENSOR_AXES), 1)
+        shape = *ctx.positions_BL.shape, 2, heads, self.head_dim
+        return {self.keys_to: jnp.zeros(shape, x_BLD.dtype)}
 
     @property
     def key_size(self) -> int:
@@ -200,7 +219,7 @@ class AttentionSpec(MixerSpec):
 
     def weights(self) -> int:
         heads = (2 + self.output_gate) * self.num_heads
-        heads += (2 - self.keys_as_values) * self.num_kv_heads
+        heads += 0 if self.keys_from else (2 - self.keys_as_values) * self.num_kv_heads
         return self.hidden_size * self.head_dim * heads
 
     def parts(self, length: int, memory_length: int) -> int:
@@ -217,14 +236,15 @@ class AttentionSpec(MixerSpec):
         keys = max(self.num_kv_heads, tensor) * self.head_dim
         queries = self.num_heads * self.head_dim * (1 + self.output_gate)
         values = {} if self.keys_as_values else {"value": keys}
-        return self._with_heads({"query": queries, "key": keys, **values})
+        own = {} if self.keys_from else {"key": keys, **values}
+        return self._with_heads({"query": queries, **own})
 
     def _with_heads(self, stored: dict[str, int], gathered: tuple[int, ...] = ()) -> Widths:
         queries = self.num_heads * self.key_size
         return Widths(
             stored=stored,
             queries_keys_values=sum(stored.values()),
-            normalized=queries + stored["key"] if self.qk_norm else 0,
+            normalized=queries + stored.get("key", 0) if self.qk_norm else 0,
             gathered=gathered,
             head_outputs=self.num_heads * self.head_output_size,
         )
@@ -261,15 +281,16 @@ class Attention(Mixer):
         H, G, std, bias = spec.num_heads, spec.num_kv_heads, spec.std, spec.bias_qkv
         queries, of_head = H * K * (1 + spec.output_gate), (K,) * (1 + spec.output_gate)
         self.query = Linear(keys[0], (D, queries), ("embed", "heads"), std, bias, of_head)
-        self.key = Linear(keys[1], (D, G * K), ("embed", "kv_heads"), std, bias, (K,))
-        inward = keys[2], (D, G * K), ("embed", "kv_heads"), std, bias, (K,)
-        self.value = None if spec.keys_as_values else Linear(*inward)
-        if spec.keys_as_values:
-            self.fused_projections = (("query", "key"),)
+        inward, has_keys = ((D, G * K), ("embed", "kv_heads"), std, bias, (K,)), not spec.keys_from
+        has_values = has_keys and not spec.keys_as_values
+        self.key: typing.Any = Linear(keys[1], *inward) if has_keys else None
+        self.value = Linear(keys[2], *inward) if has_values else None
+        if not has_values:
+            self.fused_projections = (("query", "key"),) if has_keys else ()
         self.out = Linear(keys[3], (H * K, D), ("heads", "embed"), spec.out_std, spec.bias_out)
         self.sinks = parameter(jnp.zeros(H), "heads") if spec.sinks else None
         self.query_norm = qk_norm(spec, H, "heads")
-        self.key_norm = qk_norm(spec, G, "kv_heads")
+        self.key_norm = qk_norm(spec, G, "kv_heads") if has_keys else None
         values = spec.value_norm
         self.value_norm = None if values is None else Norm(K, values, "head_dim", weighted=False)
         annotate((self.key, self.value, self.key_norm), num_kv_heads=G)
@@ -278,20 +299,16 @@ class Attention(Mixer):
         self, h_BLD: Float[Array, "B L D"], ctx: Context, cache: tuple | None = None
     ) -> tuple[Float[Array, "B L D"], tuple | None, dict]:
         """(partial sums over tensor, new cache, values of `reported`)."""
-        aux, projections = {}, [self.query, self.key]
-        projections += [] if self.value is None else [self.value]
-        q_BLI, k_BLI, *values = project(projections, h_BLD, ctx)
+        aux, projections = {}, [self.query, self.key, self.value]
+        projections = [linear for linear in projections if linear is not None]
+        q_BLI, *outputs = project(projections, h_BLD, ctx)
         heads = (*q_BLI.shape[:2], -1, self.spec.head_dim)
         q_BLI, gate_BLI = self.queries_and_gates(stored(q_BLI, "query"))
         q_BLHK = normalized(q_BLI, self.query_norm, heads)
-        k_BLI = stored(k_BLI, "key")
-        v_BLI = stored(values[0], "value") if values else k_BLI
-        k_BLGK = normalized(k_BLI, self.key_norm, heads)
-        v_BLGK = normalized(v_BLI, self.value_norm, heads)
         if self.spec.rotary is not None:
             by = ctx.rotation(self.spec.rotary, self.spec.head_dim)
             q_BLHK = rotate(q_BLHK, by, self.spec.rotary.interleaved)
-            k_BLGK = rotate(k_BLGK, by, self.spec.rotary.interleaved)
+        k_BLGK, v_BLGK = self.keys_and_values_of(outputs, heads, ctx)
         if self.spec.temperature is not None:
             q_BLHK = self.spec.temperature.scaled(q_BLHK, ctx.positions_BL)
         if cache is None:
@@ -304,7 +321,25 @@ class Attention(Mixer):
         out_BLI = out_BLHK.reshape(*heads[:2], -1)
         if gate_BLI is not None:
             out_BLI *= jax.nn.sigmoid(gate_BLI)
+        if self.spec.keys_to:
+            aux |= {STREAM: {self.spec.keys_to: jnp.stack((k_BLGK, v_BLGK), axis=2)}}
         return self.out(out_BLI, ctx), cache, aux
+
+    def keys_and_values_of(
+        self, outputs: list[jax.Array], heads: tuple[int, ...], ctx: Context
+    ) -> tuple[jax.Array, jax.Array]:
+        """[B, L, G, K] each: from the outputs of their projections, or from an earlier layer."""
+        if not outputs:
+            kv_BL2GK = ctx.stream[self.spec.keys_from]
+            return kv_BL2GK[:, :, 0], kv_BL2GK[:, :, 1]
+        k_BLI = stored(outputs[0], "key")
+        v_BLI = stored(outputs[1], "value") if outputs[1:] else k_BLI
+        k_BLGK = normalized(k_BLI, self.key_norm, heads)
+        v_BLGK = normalized(v_BLI, self.value_norm, heads)
+        if self.spec.rotary is not None:
+            by = ctx.rotation(self.spec.rotary, self.spec.head_dim)
+            k_BLGK = rotate(k_BLGK, by, self.spec.rotary.interleaved)
+        return k_BLGK, v_BLGK
 
     def queries_and_gates(self, q_BLI: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Of a projection whose heads have a query and, with `output_gate`, then a gate."""
@@ -365,6 +400,7 @@ class Attention(Mixer):
 
     def init_cache(self, size: CacheSize) -> tuple[jax.Array, ...]:
         """Pages of keys and of values, in the weights' dtype."""
-        weight, K = self.key.weight[...], self.spec.head_dim
-        keys, values = (empty_pages(size, weight.shape[-1] // K, K, weight.dtype) for _ in "kv")
+        weight, K = (self.key or self.query).weight[...], self.spec.head_dim
+        G = max(self.spec.num_kv_heads // axis_size(TENSOR_AXES), 1)
+        keys, values = (empty_pages(size, G, K, weight.dtype) for _ in "kv")
         return keys, values

@@ -74,6 +74,8 @@ class Context:
     source: of an encoder-decoder. memory: for cross attention, the other side's rows [B, M, D],
     gathered over tensor, and their context.
     bias_NH: table of relative biases of this device's heads, for attention.
+    tokens_BL: of the vocabulary; None where no layer reads them. stream: the further arrays of the
+    residual stream that the sublayer reads.
     """
 
     positions_BL: jax.Array
@@ -95,6 +97,8 @@ class Context:
     source: Source | None = None
     memory: "tuple[jax.Array, Context] | None" = None
     bias_NH: jax.Array | None = None
+    tokens_BL: typing.Any = None
+    stream: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
 
     @property
     def context_axes(self) -> tuple[str, ...]:

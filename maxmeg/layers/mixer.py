@@ -20,6 +20,7 @@ from maxmeg.config.setting import shared_values
 from maxmeg.layers.cache import CacheSize
 from maxmeg.layers.context import Context, TableMakers
 
+STREAM = "stream"
 Span = typing.Literal["whole", "shard"]  # of the sequence, which is sharded over tensor
 
 
@@ -58,12 +59,14 @@ class MixerSpec(abc.ABC):
     """Settings of a mixer.
 
     name: of the parameters in a sublayer. reads_memory: whether it attends to an encoder's output.
+    reads_stream: names of further arrays of the residual stream that it reads (`Context.stream`).
     reads: whether the input is the whole sequence or the local shard. writes: whether the output is
     partial sums for the whole sequence or complete sums for the shard.
     """
 
     name: typing.ClassVar[str]
     reads_memory: typing.ClassVar[bool] = False
+    reads_stream: typing.ClassVar[tuple[str, ...]] = ()
     reads: typing.ClassVar[Span] = "whole"
     writes: typing.ClassVar[Span] = "whole"
 
@@ -85,6 +88,10 @@ class MixerSpec(abc.ABC):
 
     def tables(self, dtype: jax.typing.DTypeLike) -> TableMakers:
         """What the mixer reads of `Context.tables`. dtype: of activations."""
+        return {}
+
+    def stream(self, x_BLD: jax.Array, ctx: Context) -> dict[str, jax.Array]:
+        """Arrays that it adds to the residual stream x before the first layer."""
         return {}
 
     @property
@@ -123,7 +130,8 @@ class Mixer(nnx.Module):
 
     def __call__(self, h: jax.Array, ctx: Context, cache: typing.Any = None) -> tuple:
         """(output, new cache or None, auxiliary values by name). cache: of all layers of the group
-        (layers/cache.py); ctx.cache_places says which part is this layer's."""
+        (layers/cache.py); ctx.cache_places says which part is this layer's. The value STREAM has
+        the arrays of the residual stream that it writes beside its output."""
         raise NotImplementedError
 
     def init_cache(self, size: CacheSize) -> typing.Any:

@@ -35,7 +35,7 @@ class MlpSpec(MixerSpec):
     def settings(cls, config: ModelConfig, parallel: ParallelConfig, mixer: str) -> dict:
         mlp, base = config.mlp, super().settings(config, parallel, mixer)
         limits = {"clamp": mlp.activation_clamp, "offset": mlp.glu_offset}
-        return base | {"ffn_size": config.ffn} | limits
+        return base | {"ffn_size": config.ffn * (2 if mixer == "wide_mlp" else 1)} | limits
 
     @property
     def is_gated(self) -> bool:

@@ -2,6 +2,8 @@
 post_norm(x + dropout(mixers(x)))."""
 
 import dataclasses
+import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,7 @@ from jaxtyping import Array, Float
 
 from maxmeg.layers.cache import CacheSize
 from maxmeg.layers.context import Context
-from maxmeg.layers.mixer import MixerSpec
+from maxmeg.layers.mixer import STREAM, MixerSpec
 from maxmeg.layers.norm import Norm, NormSpec
 from maxmeg.layers.stream import Side, Stream, side_context
 from maxmeg.ops.dropout import dropout
@@ -73,8 +75,12 @@ class Residual(nnx.Module):
         if not x[side].size:  # decoding: the cache has what is read of the source
             return x, cache, {}
         ctx = side_context(x, ctx, side, self.spec.mixers[0])
+        names = [name for spec in self.spec.mixers for name in spec.reads_stream]
+        ctx = dataclasses.replace(ctx, stream={name: x[name] for name in names})
         y_BLD, new_cache, aux = self.applied(x[side], ctx, cache)
-        return x | {side: y_BLD}, new_cache, aux
+        written = [values.pop(STREAM, {}) for values in aux.values()]
+        x = functools.reduce(operator.or_, written, x | {side: y_BLD})
+        return x, new_cache, {name: values for name, values in aux.items() if values}
 
     def applied(
         self, x_BLD: Float[Array, "B L D"], ctx: Context, cache: dict | None = None

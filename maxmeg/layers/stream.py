@@ -4,12 +4,13 @@
 [B, S, D], the tokens of its encoder, and with relative positions "tables" [2, N, H], their biases
 for the device's heads, float32 so that the gradients of all layers are summed in it.
 
-To add an array, `LM.embed_tokens` returns it under a new name, as a partial sum over pipe, and
-layers read it from their input. It goes through all layers and pipeline stages, and its gradients
-return the same way; it must be floating. A layer that writes it returns it with a new value of the
-same shape and dtype. For backward, each unit stores the arrays that it reads: where a layer reads
-one slice of a large array, `Stack.run_unit` has to cut it before jax.checkpoint. `LM.reads` names
-the arrays that the head reads: the last stage sends only these to all stages.
+To add an array, `LM.embed_tokens` or the `stream` of a mixer's spec returns it under a new name, as
+a partial sum over pipe, and layers read it (`MixerSpec.reads_stream`). It goes through all layers
+and pipeline stages, and its gradients return the same way; it must be floating. A layer that writes
+it returns it with a new value of the same shape and dtype (`mixer.STREAM`). For backward, each unit
+stores the arrays that it reads: where a layer reads one slice of a large array, `Stack.run_unit`
+has to cut it before jax.checkpoint. `LM.reads` names the arrays that the head reads: the last stage
+sends only these to all stages.
 """
 
 import dataclasses

@@ -14,9 +14,11 @@ from maxmeg.config.model_rules import check_model
 from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.schema import Config
 from maxmeg.config.stages import units_of_chunks
+from maxmeg.layers import layer_embedding
 from maxmeg.layers import lora as adapters
 from maxmeg.layers.attention import Attention
 from maxmeg.layers.context import Context, Source
+from maxmeg.layers.norm import Norm, NormSpec
 from maxmeg.layers.qk_clip import QkClip
 from maxmeg.layers.stream import RelativeTables, Stream, source_context
 from maxmeg.models.ends import KEYS, Ends, keys_of
@@ -61,6 +63,8 @@ class LM(Ends):
         relative = keys["relative"], shape, config.init_std
         is_relative = config.position is Position.relative
         self.relative = RelativeTables(*relative) if is_relative else None
+        has_norm, plain = config.has("layer_embedding"), NormSpec(eps=config.norm_eps)
+        self.embedding_norm = Norm(config.layer_embedding.size, plain) if has_norm else None
         self.source_length = config.retro.neighbour_length or np.iinfo(np.int32).max
         has_two = config.head.biencoder is Biencoder.separate
         self.query = Ends(keys["query"], config.one_encoder, padded) if has_two else None
@@ -76,6 +80,9 @@ class LM(Ends):
     def embed_tokens(self, ids_BL: Int[Array, "B L"], ctx: Context) -> Stream:
         """As `embed`: of these tokens and, in an encoder-decoder, of `ctx.source`."""
         x = {"target": self.embed_side(ids_BL, ctx)}
+        x |= self.stack.stream(x["target"], ctx)
+        if self.embedding_norm is not None:
+            x |= layer_embedding.shared_norm(self.embedding_norm)
         if self.relative is not None:
             x["tables"] = self.relative()
         if ctx.source is None:
@@ -103,6 +110,7 @@ class LM(Ends):
         self, ids_BL: Int[Array, "B L"], ctx: Context, cache: list | None = None
     ) -> tuple[Float[Array, "B L D"], list | None, list]:
         """(`outputs` of the layers, new caches, auxiliary values)."""
+        ctx = dataclasses.replace(ctx, tokens_BL=ids_BL)
         x, cache, aux = self.stack(self.embed_tokens(ids_BL, ctx), ctx, cache)
         return self.outputs(x, ctx), cache, aux
 

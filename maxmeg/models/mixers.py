@@ -5,11 +5,13 @@ import dataclasses
 from maxmeg.config.context import KINDS
 from maxmeg.config.layers import ENCODER, MIXERS
 from maxmeg.config.model import ModelConfig
+from maxmeg.config.model_rules import MLP
 from maxmeg.config.parallel import ParallelConfig, Schedule
 from maxmeg.layers.attention import AttentionSpec
 from maxmeg.layers.chunked import ChunkedCrossSpec, NeighbourAttentionSpec
 from maxmeg.layers.cross import CrossSpec
 from maxmeg.layers.delta import DeltaSpec, KdaSpec
+from maxmeg.layers.layer_embedding import LayerEmbeddingSpec
 from maxmeg.layers.mamba import MambaSpec
 from maxmeg.layers.mixer import MixerSpec
 from maxmeg.layers.mla import MlaSpec
@@ -22,7 +24,8 @@ from maxmeg.layers.stream import EncoderNormSpec, Side
 from maxmeg.models.stack import Pattern, UnitSpec
 
 SPECS: tuple[type[MixerSpec], ...] = (AttentionSpec, ChunkedCrossSpec, CrossSpec, DeltaSpec)
-SPECS += (EncoderNormSpec, KdaSpec, MambaSpec, MlaSpec, MlpSpec, MoeSpec, ShortConvSpec)
+SPECS += (EncoderNormSpec, KdaSpec, LayerEmbeddingSpec, MambaSpec, MlaSpec, MlpSpec, MoeSpec)
+SPECS += (ShortConvSpec,)
 BY_NAME = {spec.__name__: spec for spec in SPECS}
 
 
@@ -75,14 +78,15 @@ def sublayer_spec(
     config: ModelConfig, parallel: ParallelConfig, mixers: tuple[str, ...]
 ) -> ResidualSpec:
     specs = [mixer_spec(config, parallel, name) for name in mixers]
-    scales = {"mamba": config.mamba.output_scale, "mlp": config.mlp.output_scale}
+    scales = {"mamba": config.mamba.output_scale} | dict.fromkeys(MLP, config.mlp.output_scale)
     scales |= dict.fromkeys(KINDS, config.attention.output_scale)
     place = "none" if "raw_attention" in mixers else config.norm_place.value
+    of_output = "layer_embedding" in mixers or ("moe" in mixers and config.moe.norms)
     return ResidualSpec(
         NormSpec.of(config),
         tuple(specs),
         dropout=config.dropout_hidden,
-        place="post" if "moe" in mixers and config.moe.norms else place,
+        place="post" if of_output else place,
         own_norms=config.parallel_norms and len(mixers) > 1,
         side=side_of(mixers),
         adds="encoder_norm" not in mixers,

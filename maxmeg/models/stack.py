@@ -165,6 +165,12 @@ class Stack(nnx.Module):
             first += repeats
         return x, None if cache is None else caches, auxes
 
+    def stream(self, x_BLD: jax.Array, ctx: Context) -> Stream:
+        """Arrays that layers read and write beside x; partial sums over pipe, as x."""
+        sublayers = (sublayer for group in self.groups for sublayer in group.sublayers)
+        mixers = (mixer for sublayer in sublayers for mixer in sublayer.spec.mixers)
+        return {name: array for one in mixers for name, array in one.stream(x_BLD, ctx).items()}
+
     def with_tables(self, ctx: Context, dtype: jax.typing.DTypeLike) -> Context:
         """`ctx` with the tables that any layer reads: loops over layers compute none. dtype: of
         activations."""

@@ -23,6 +23,7 @@ def context(batch: Batch, raw_key: jax.Array | None, layer=0) -> Context:
         batch.positions,
         batch.segment_ids,
         token_types_BL=batch.extra.get("token_types"),
+        tokens_BL=batch.tokens,
         rows_B=batch.rows,
         dropout_key=None if raw_key is None else jax.random.wrap_key_data(raw_key),
         layer=layer,

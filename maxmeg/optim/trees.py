@@ -20,8 +20,9 @@ OF_LAYERS = ("stack", "mtp")  # parts of a model with matrices that Muon and SOA
 
 def is_matrix(part: str, axes: tuple[str | None, ...]) -> bool:
     """Whether a parameter of this part of the model ("stack", "embedding", ...) with these logical
-    axes is a matrix of a layer or, stacked, one of each layer and expert."""
-    return part in OF_LAYERS and sum(axis not in STACKING_AXES for axis in axes) == 2
+    axes is a matrix of a layer or, stacked, one of each layer and expert; not an embedding."""
+    count = sum(axis not in STACKING_AXES for axis in axes)
+    return part in OF_LAYERS and count == 2 and "layer_vocab" not in axes
 
 
 def is_matrix_of_layer(path, variable: nnx.Variable) -> bool:

@@ -25,6 +25,7 @@ from maxmeg.parallel.parameter import (
 RULES: dict[str | None, tuple[str, ...]] = {
     "layers": ("pipe",),
     "vocab": ("pipe", *TENSOR_AXES),
+    "layer_vocab": TENSOR_AXES,  # of embeddings of each layer
     "heads": TENSOR_AXES,
     "kv_heads": TENSOR_AXES,
     "mlp": TENSOR_AXES,

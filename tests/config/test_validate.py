@@ -120,6 +120,23 @@ BAD = [
         "num_heads=4 is not divisible by model.attention.local_kv_heads=3: choose it in 1, 2, 4",
     ),
     ("model.attention.local_head_dim=8", "local_head_dim=8: no layer | local"),
+    ("model.layer_embedding.size=8", "layer_embedding.size=8: no layer | mixer layer_embedding"),
+    (
+        "model.layers=local,mlp *(shared_attention,mlp); model.attention.window=4",
+        "has no attention before the first shared_attention | put one before it",
+    ),
+    (
+        "model.layers=attention,mlp *(shared_attention,mlp); model.mtp.num_layers=1",
+        "model.mtp.layers='': an MTP layer cannot have shared_attention | set it to attention,mlp",
+    ),
+    (
+        "model.layers=*(attention,mlp,layer_embedding); model.vocab_size=61; parallel.tensor=2",
+        "model.vocab_size=61 is not divisible by parallel.tensor=2",
+    ),
+    (
+        "model.layers=attention,mlp *(shared_attention,mlp); optim.qk_clip.threshold=100.0",
+        "optim.qk_clip.threshold=100.0 cannot scale the keys that shared_attention | set it to 0",
+    ),
     ("model.residual_scale=0.5; model.norm_place=sandwich", "has no effect | set it to 1"),
     (
         "model.layers=*(mla,mlp); model.attention.value_norm=true; model.attention.num_heads=4",

@@ -35,6 +35,8 @@ PARAMETERS = {
     "glm4.5": 356_785_898_816,
     "deepseek-v2": 235_741_434_880,
     "deepseek-v3": 682_636_487_424,
+    "gemma4-e2b": 4_628_569_379,
+    "gemma4-e4b": 7_463_013_418,
     "gemma4-26b-a4b": 25_233_141_790,
     "further/gemma3-4b": 3_880_263_168,
     "further/nemotron-h-8b": 8_100_852_736,

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import sentencepiece
 from hf_cases import encoder_decoders, sparse
+from hf_cases import families as families_of_cases
 from hf_folders import (
     BF16,
     LLAMA,
@@ -120,6 +121,20 @@ def test_every_tensor_is_accounted_for(tmp_path, case):
     with pytest.raises(ValueError, match=message):
         convert_in(tmp_path / "hf", tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_files_may_have_keys_of_layers_that_read_those_of_others(tmp_path):
+    """As those of Gemma 4 E2B; an export has none."""
+    settings = families_of_cases()["gemma 4 shared"]
+    model = families.model_config({"architectures": [settings[0]], **settings[1]})
+    tensors = random_tensors(model, settings[0])
+    key = "model.layers.{}.self_attn.{}.weight"
+    assert key.format(3, "k_proj") not in tensors
+    unread = {key.format(3, n): tensors[key.format(1, n)] for n in ("k_proj", "v_proj", "k_norm")}
+    make_folder(tmp_path / "hf", settings[0], model, tensors | unread)
+    convert_in(tmp_path / "hf", tmp_path / "run")
+    convert.export_model(tmp_path / "run", tmp_path / "out")
+    assert_same_tensors(tmp_path / "out", tensors)
 
 
 def test_tied_weights_stored_twice_must_be_equal(tmp_path):

@@ -20,6 +20,8 @@ TAKEN = {
     ("KdaSpec", "delta"): f"{DELTA} rank value_size",
     ("MambaSpec", "mamba"): "backend bias chunk conv_bias head_dim kernel_size num_groups "
     "num_heads scales state_size",
+    ("LayerEmbeddingSpec", "layer_embedding"): "size",
+    ("LayerEmbeddingSpec", "mlp"): "activation",
     ("MlaSpec", "mla"): "kv_rank query_rank rotary_size value_size",
     ("MlpSpec", "mlp"): MLP,
     ("MoeSpec", "mlp"): MLP,

@@ -15,6 +15,7 @@ from layouts import (
     EVERYTHING,
     HYBRID,
     MLP_ONLY,
+    SHARED_KEYS,
     assert_equal_but_rounding,
     controls,
     mesh_of,
@@ -57,6 +58,7 @@ MODELS = {
     "alternating": ALTERNATING,
     "convolutions": CONVOLUTIONS,
     "hybrid": HYBRID,
+    "shared keys": SHARED_KEYS,
 }
 ORDERS = {
     "1f1b": {},
@@ -85,6 +87,8 @@ SLOW = [  # model, layout, settings, rows of a microbatch
     # three units of several layers, the last shorter and a group of its own
     ("convolutions", UNITS, {}, 2),
     ("hybrid", UNITS | ORDERS["zero_bubble"], {}, 2),
+    # arrays of the residual stream that a stage writes and the next one reads
+    ("shared keys", {"pipe": 2, "fsdp": 2, "tensor": 2} | ORDERS["zero_bubble"], {}, 2),
     ("everything", {"pipe": 2, "fsdp": 1, "data": 2, "tensor": 2} | ORDERS["zero_bubble"], {}, 2),
     ("everything", {"pipe": 2, "data": 4, "fsdp": 1, "zero1": False}, {}, 1),
     ("everything", {"pipe": 4, "fsdp": 1, "chunks": 2, "pad_layers": True}, {"num_layers": 10}, 1),

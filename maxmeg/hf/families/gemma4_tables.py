@@ -2,14 +2,14 @@
 
 import dataclasses
 
+from maxmeg.config.layers import SHARED
 from maxmeg.config.mixers import QkNorm
 from maxmeg.config.model import ModelConfig, NormPlace
-from maxmeg.hf.families.binding import Consecutive
+from maxmeg.hf.families.binding import Columns, Consecutive
 from maxmeg.hf.families.keys import (
     Choice,
     Fields,
     Fixed,
-    Ignored,
     Json,
     Key,
     Keys,
@@ -22,6 +22,7 @@ from maxmeg.hf.families.rotary import KINDS, UnscaledLocal
 from maxmeg.hf.families.tables import (
     ATTENTION_BIAS,
     ATTENTION_DROPOUT,
+    ENDS,
     GATED,
     GATED_MLP,
     GEMMA_LAYER,
@@ -35,7 +36,7 @@ from maxmeg.hf.families.tables import (
 )
 from maxmeg.hf.families.windows import FULL, SLIDING, AlternatingWindow
 
-SHARED = "attention_k_eq_v"
+KEYS_AS_VALUES = "attention_k_eq_v"
 HEAD_DIM, KV_HEADS = "global_head_dim", "num_global_key_value_heads"
 
 
@@ -45,7 +46,7 @@ class GlobalHeads(Part):
 
     def read(self, keys: Keys, fields: Fields) -> None:
         head_dim, kv_heads = keys.read("head_dim", 256, int), fields["attention.num_kv_heads"]
-        shared = keys.read(SHARED, False, bool)
+        shared = keys.read(KEYS_AS_VALUES, False, bool)
         own = self.of_global_layers(keys, fields)
         fields["attention.head_dim"] = checked(HEAD_DIM, own.get("head_dim", head_dim), int)
         own_kv_heads = checked(KV_HEADS, own.get("num_key_value_heads", kv_heads), int)
@@ -59,7 +60,7 @@ class GlobalHeads(Part):
         head_dim, kv_heads = keys.read(HEAD_DIM, 512, int), keys.take(KV_HEADS)
         keys.fixed.pop("per_layer_config", None)
         if (listed := keys.take("per_layer_config")) is None:
-            if kv_heads is None or not keys.values.get(SHARED):
+            if kv_heads is None or not keys.values.get(KEYS_AS_VALUES):
                 return {"head_dim": head_dim}
             return {"head_dim": head_dim, "num_key_value_heads": kv_heads}
         is_map = isinstance(listed, dict) and all(str(number).isdecimal() for number in listed)
@@ -78,22 +79,8 @@ class GlobalHeads(Part):
             "num_key_value_heads": local[1],
             HEAD_DIM: model.head_size,
             KV_HEADS: model.kv_heads if heads.keys_as_values else None,
-            SHARED: heads.keys_as_values,
+            KEYS_AS_VALUES: heads.keys_as_values,
         }
-
-
-class NoPerLayerEmbeddings(Part):
-    """hidden_size_per_layer_input must be 0, which is not its default."""
-
-    name = "hidden_size_per_layer_input"
-
-    def read(self, keys: Keys, fields: Fields) -> None:
-        if size := keys.read(self.name, 256, int, zero=True):
-            remedy = "embeddings of each layer (E2B, E4B) are not supported: choose a model with 0"
-            raise refused(self.name, size, remedy)
-
-    def write(self, model: ModelConfig) -> Json:
-        return {self.name: 0}
 
 
 class Experts(Part):
@@ -119,6 +106,40 @@ class Experts(Part):
             return {self.name: False}
         written = {name: value for key in self.sizes for name, value in key.write(model).items()}
         return {self.name: True, "intermediate_size": model.moe.shared_ffn_size, **written}
+
+
+class Layers(Part):
+    """Embeddings of each layer, and layers at the end that read the keys and values of the last one
+    of their kind before them, with an MLP of twice the width (E2B) or not (E4B)."""
+
+    shared, wide = "num_kv_shared_layers", "use_double_wide_mlp"
+    size, vocabulary = "hidden_size_per_layer_input", "vocab_size_per_layer_input"
+
+    def read(self, keys: Keys, fields: Fields) -> None:
+        first_shared = fields["num_layers"] - keys.read(self.shared, 0, int, zero=True)
+        is_wide, size = keys.read(self.wide, False, bool), keys.read(self.size, 256, int, zero=True)
+        vocabulary, has_experts = keys.read(self.vocabulary, 262144, int), "moe.top_k" in fields
+        if size and vocabulary != fields["vocab_size"]:
+            raise refused(self.vocabulary, vocabulary, "it must be vocab_size")
+        kinds = []
+        for number, is_local in enumerate(fields.pop("local")):
+            is_shared, first = number >= first_shared, "local" if is_local else "attention"
+            if is_shared and is_wide and has_experts:
+                raise refused(self.wide, True, "with enable_moe_block=true it must be false")
+            second = "moe" if has_experts else "wide_mlp" if is_shared and is_wide else "mlp"
+            kind = (f"shared_{first}" if is_shared else first,), (second,)
+            kinds.append((*kind, ("layer_embedding",)) if size else kind)
+        fields |= {"kinds": kinds, "layer_embedding.size": size}
+
+    def write(self, model: ModelConfig) -> Json:
+        size = model.layer_embedding.size if model.has("layer_embedding") else 0
+        layers = map(model.mixers, range(model.num_layers))
+        return {
+            self.shared: sum(not SHARED.keys().isdisjoint(mixers) for mixers in layers),
+            self.wide: model.has("wide_mlp"),
+            self.size: size,
+            self.vocabulary: model.vocab_size,
+        }
 
 
 MISSING = {
@@ -159,20 +180,32 @@ BLOCK_NORMS = {
     "moe.norms.experts": "pre_feedforward_layernorm_2",
     "moe.norms.experts_out": "post_feedforward_layernorm_2",
 }
+LAYER_EMBEDDING = {
+    "layer_embedding.gate": "per_layer_input_gate",
+    "layer_embedding.out": "per_layer_projection",
+    "layer_embedding.post_norm": "post_per_layer_input_norm",
+}
 SHARED_MLP = {name.replace("mlp", "moe.shared"): theirs for name, theirs in GATED_MLP.items()}
 GEMMA4 = Family(
     model_type="gemma4_text",
     parts=sizes(262144, 2304, 30, 8, 4, 9216)
     + numerics(131072, 1e-6)
-    + [AlternatingWindow(6, default=512), GlobalHeads(), NoPerLayerEmbeddings()]
+    + [AlternatingWindow(6, default=512), GlobalHeads()]
     + [ATTENTION_BIAS, ATTENTION_DROPOUT, tied(True), ScaledEmbedding()]
     + [Choice("hidden_activation", "mlp.activation", "gelu_pytorch_tanh", GATED)]
     + [Key("final_logit_softcapping", "logit_softcap", None, null=True)]
-    + [Experts(), Fixed("num_kv_shared_layers", 0)]
-    + [Ignored("use_double_wide_mlp", "vocab_size_per_layer_input")]
+    + [Experts()]
     + [Fixed("use_bidirectional_attention", "vision")]
-    + [ProportionalRotary(default=1e6)],
-    layers={**GEMMA_LAYER, **HEAD_NORMS, **BLOCK_NORMS, **SHARED_MLP},
+    + [ProportionalRotary(default=1e6), Layers()],
+    layers={**GEMMA_LAYER, **HEAD_NORMS, **BLOCK_NORMS, **SHARED_MLP, **LAYER_EMBEDDING},
+    ends={**ENDS, "embedding_norm": "model.per_layer_projection_norm"},
+    by_layer={
+        "layer_embedding.table": ("model.embed_tokens_per_layer.weight", Columns),
+        "layer_embedding.projection.weight": (
+            "model.per_layer_model_projection.weight",
+            Consecutive,
+        ),
+    },
     constants={
         **ROOT,
         "norm_place": NormPlace.sandwich,
@@ -183,6 +216,7 @@ GEMMA4 = Family(
     },
     arrays={
         "mlp.scale": "layer_scalar",
+        "layer_embedding.scale": "layer_scalar",
         "moe.router": "router.proj.weight",
         "moe.norms.router.weight": "router.scale",
         "moe.expert_scale": "router.per_expert_scale",

@@ -2,17 +2,18 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import jax
 
 from maxmeg.checkpoint.names import array_name
 from maxmeg.config.context import KINDS
 from maxmeg.config.initial import FREE
-from maxmeg.config.layers import Layer, places
+from maxmeg.config.layers import SHARED, Layer, places
 from maxmeg.config.mixers import MtpConfig, RouterScore
 from maxmeg.config.model import ModelConfig, Position
 from maxmeg.config.model_rules import model_problems
@@ -208,7 +209,8 @@ def unused_arrays(model: ModelConfig) -> dict[str, Shape]:
     return {name: shape for name, shape in array_shapes(model).items() if name.endswith(LOAD)}
 
 
-FEED_FORWARD = ("mlp", "moe", "encoder_mlp")
+KEYS = ("attention.key", "attention.value", "attention.key_norm")
+FEED_FORWARD = ("mlp", "wide_mlp", "moe", "encoder_mlp")
 
 
 def module_name(name: str, model: ModelConfig, kind: Layer, first: int) -> str:
@@ -220,7 +222,8 @@ def module_name(name: str, model: ModelConfig, kind: Layer, first: int) -> str:
     mixer, _, rest = name.partition(".")
 
     def is_alike(other: str) -> bool:
-        return (other in FEED_FORWARD) == (mixer in FEED_FORWARD)
+        kinds = FEED_FORWARD, ("layer_embedding",)
+        return all((other in names) == (mixer in names) for names in kinds)
 
     matches = [n for n, mixers in enumerate(kind) if mixer in mixers]
     matches += [n for n, mixers in enumerate(kind) if any(map(is_alike, mixers))]
@@ -240,6 +243,7 @@ def bindings(model: ModelConfig, family: str | Family) -> list[Binding]:
     """Return the binding of every tensor in the model's safetensors files, in the files' order."""
     table, shapes = table_of(family), array_shapes(model)
     result: list[Binding] = []
+    units: list[Unit] = []
     for module, theirs in table.ends.items():
         for leaf, name in (("table", "weight"), ("weight", "weight"), ("bias", "bias")):
             if (array := f"{module}.{leaf}") in shapes:
@@ -250,10 +254,18 @@ def bindings(model: ModelConfig, family: str | Family) -> list[Binding]:
                 result.append(binding)
     for layer, at in enumerate(places(model.groups)):
         unit = Unit(f"stack.groups.{at.group}.", at.repeat, at.sublayer, model.layer_kinds[layer])
+        units.append(unit)
         names = f"{table.layer}{layer}.", table.layers
         if table.layer_names is not None:
             names = table.layer_names(model, layer)
         result += layer_bindings(names, unit, model, table, shapes)
+    for array, (theirs, stacking) in table.by_layer.items() if model.has("layer_embedding") else ():
+        ours = tuple(
+            Place(f"{prefix}{module_name(array, model, kind, first)}", repeat)
+            for prefix, repeat, first, kind in units
+        )
+        joined = stacked(theirs, ours, shapes, stacking)
+        result.append(dataclasses.replace(joined, stacked=False))
     for depth in range(model.mtp.num_layers):
         result += mtp_bindings(depth, model, table, shapes)
     unused = {name for name in shapes if name.endswith(LOAD)}
@@ -349,7 +361,7 @@ def layer_bindings(
             result.append(dataclasses.replace(binding, exact=is_exact(ours[0].name)))
     for names, theirs in table.experts.items():
         if "{}" not in theirs and (ours := arrays(names, "")):
-            result.append(stacked(theirs, ours, shapes, table))
+            result.append(stacked(theirs, ours, shapes, table.stacking))
         for expert in range(model.moe.num_experts) if "{}" in theirs else ():
             if ours := arrays(names, "", expert):
                 result.append(fused(theirs.format(expert), ours, shapes, 1, table))
@@ -369,14 +381,24 @@ def fused(
 
 
 def stacked(
-    theirs: str, places: tuple[Place, ...], shapes: dict[str, Shape], table: Family
+    theirs: str, places: tuple[Place, ...], shapes: dict[str, Shape], stacking: Callable
 ) -> Binding:
     """Return the binding of a projection of all experts, or of several with joined outputs."""
     *inner, width = shapes[places[0].name][len(places[0].index) :]
-    joined = table.stacking(len(places))
+    joined = stacking(len(places))
     shape = (*inner, width * len(places))
     shape = (*shape[:-2], shape[-1], shape[-2]) if joined.outputs_first else shape
     return Binding(theirs, shape, places, joined.split, joined.join, stacked=True)
+
+
+def unread_tensors(model: ModelConfig, family: str) -> set[str]:
+    """Return tensors that files may have beside those of `bindings`: keys and values of layers that
+    read those of another layer."""
+    table = table_of(family)
+    modules = [table.layers[name] for name in KEYS if name in table.layers]
+    layers = [n for n in range(model.num_layers) if not SHARED.keys().isdisjoint(model.mixers(n))]
+    names = itertools.product(layers, modules, ("weight", "bias"))
+    return {f"{table.layer}{layer}.{module}.{leaf}" for layer, module, leaf in names}
 
 
 def num_experts_in(names: Iterable[str], family: str) -> int:

@@ -62,8 +62,9 @@ class Family:
     extra dimensions of size 1; -1 stands for its length. experts: weights of the experts, with {}
     for the expert's number, or of all experts stacked, several projections as `stacking` says.
     joined: as `experts`, for files that store all experts of a layer in one tensor (Consecutive);
-    such files are read, not written. repeated_keys: keys that an export repeats from the imported
-    config.json where this changes no result. grouped: fused modules whose outputs are [queries..
+    such files are read, not written. by_layer: {array: (tensor, how)}, where the tensor holds the
+    arrays of all layers one after the other. repeated_keys: keys that an export repeats from the
+    imported config.json where this changes no result. grouped: fused modules, outputs [queries..
     key value] for each key/value head, or what belongs to each key head of the delta rule.
     outputs_first: whether projections are stored as [out, in]. ignored: patterns of tensors that
     hold no weights. renamed: (pattern, replacement) for names in other files. copies: tensors that
@@ -87,6 +88,9 @@ class Family:
     experts: Modules = dataclasses.field(default_factory=dict)
     stacking: type[Interleaved | Consecutive | Columns] = Interleaved
     joined: Modules = dataclasses.field(default_factory=dict)
+    by_layer: Mapping[str, tuple[str, type[Columns | Consecutive]]] = dataclasses.field(
+        default_factory=dict
+    )
     repeated_keys: tuple[str, ...] = ()
     ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)
     renamed: tuple[tuple[str, str], ...] = ()

@@ -26,7 +26,8 @@ def read_types(keys: Keys, fields: Fields, default: list[str], window: int) -> N
 def written_types(model: ModelConfig) -> list[str]:
     """Return the `layer_types` of a model."""
     numbers = range(model.num_layers)
-    return [SLIDING if "local" in model.mixers(number) else FULL for number in numbers]
+    local = {"local", "shared_local"}
+    return [SLIDING if local & {*model.mixers(number)} else FULL for number in numbers]
 
 
 def switched_window(keys: Keys) -> int:

@@ -1,0 +1,109 @@
+"""Embeddings of each layer (Gemma 3n and 4, Google, 2025): out(act(gate x) * e).
+
+e = (sqrt(E) table[token] + norm(projection of the model's embedding) / sqrt(D)) / sqrt(2), of size
+E. The norm's weights are those of all layers. Each device along tensor looks tokens up in its rows
+of the table; all else runs on sequence shards, with whole matrices.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from maxmeg.config.model import ModelConfig
+from maxmeg.config.parallel import ParallelConfig
+from maxmeg.layers.context import Context
+from maxmeg.layers.embedding import lookup
+from maxmeg.layers.linear import Linear
+from maxmeg.layers.mixer import Mixer, MixerSpec, Widths
+from maxmeg.layers.norm import Norm
+from maxmeg.ops.activation import activate
+from maxmeg.ops.norm import norm
+from maxmeg.ops.random import normal, split
+from maxmeg.parallel.collectives import (
+    PIPE_AXIS,
+    counted_once,
+    first_index,
+    scatter_sequence,
+    stored,
+    unshard_parameter,
+)
+from maxmeg.parallel.mesh import TENSOR_AXES
+from maxmeg.parallel.parameter import annotate, parameter
+
+EMBEDDING, NORM = "embedding", "embedding_norm"  # arrays of the residual stream
+
+
+def shared_norm(norm: Norm) -> dict[str, jax.Array]:
+    """The array of the residual stream with the weights of all layers' norm, in float32 so that the
+    gradients of all layers are summed in it; partial sums over pipe."""
+    assert norm.weight is not None
+    weight_E = norm.weight[...].astype(jnp.float32)
+    return {NORM: counted_once(weight_E, (PIPE_AXIS,))}
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerEmbeddingSpec(MixerSpec):
+    """size: E. std, out_std: standard deviations of the initial input and output weights; eps: of
+    the norm."""
+
+    name = "layer_embedding"
+    reads = writes = "shard"
+    reads_stream = (EMBEDDING, NORM)
+
+    size: int
+    vocab_size: int
+    activation: str = "geglu"
+    eps: float = 1e-6
+    std: float = 0.02
+    out_std: float = 0.02
+
+    @classmethod
+    def settings(cls, config: ModelConfig, parallel: ParallelConfig, mixer: str) -> dict:
+        sizes = {"vocab_size": config.vocab_size, "eps": config.norm_eps}
+        return super().settings(config, parallel, mixer) | sizes
+
+    def stream(self, x_BLD: Float[Array, "B L D"], ctx: Context) -> dict[str, jax.Array]:
+        return {EMBEDDING: x_BLD}
+
+    def make(self, key: jax.Array) -> "LayerEmbedding":
+        return LayerEmbedding(key, self)
+
+    def weights(self) -> int:
+        return 3 * self.hidden_size * self.size
+
+    def widths(self, tensor: int = 1) -> Widths:
+        return Widths(replicated={"mlp_up": 2 * self.size, "mlp_gate": self.size})
+
+
+class LayerEmbedding(Mixer):
+    """Its input is not normalized."""
+
+    def __init__(self, key: jax.Array, spec: LayerEmbeddingSpec):
+        keys = split(key, 4)
+        self.spec, D, E = spec, spec.hidden_size, spec.size
+        table = spec.std * normal(keys[0], (spec.vocab_size, E))
+        self.table = parameter(table, "layer_vocab", "embed", sizes=table.shape)
+        self.projection = Linear(keys[1], (D, E), ("embed", "latent"), spec.std)
+        self.gate = Linear(keys[2], (D, E), ("embed", "latent"), spec.std)
+        self.out = Linear(keys[3], (E, D), ("latent", "embed"), spec.out_std)
+        annotate((self.table, self.out), reads_width=False)
+
+    def __call__(
+        self, x_BLD: Float[Array, "B L D"], ctx: Context, cache: None = None
+    ) -> tuple[Float[Array, "B L D"], None, dict]:
+        """(complete sums for the shard, no cache, no auxiliary values)."""
+        inputs_BLE = stored(self.inputs(ctx), "mlp_up")
+        gate_BLE = stored(self.gate(x_BLD, ctx), "mlp_gate")
+        return self.out(activate(self.spec.activation, gate_BLE, inputs_BLE), ctx), cache, {}
+
+    def inputs(self, ctx: Context) -> Float[Array, "B L E"]:
+        """e."""
+        rows, spec = self.table.shape[0], self.spec
+        ids_BL = ctx.tokens_BL - first_index(TENSOR_AXES, rows)
+        table_VE = unshard_parameter(self.table)
+        token_BLE = scatter_sequence(lookup(table_VE, ids_BL, rows), ctx.sequence_sharded)
+        h_BLE = stored(self.projection(ctx.stream[EMBEDDING], ctx), "mlp_up")
+        h_BLE = norm(h_BLE * spec.hidden_size**-0.5, ctx.stream[NORM], None, spec.eps, False)
+        return (spec.size**0.5 * token_BLE + h_BLE) * 2**-0.5
