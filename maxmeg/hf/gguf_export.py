@@ -3,6 +3,7 @@
 The metadata are read back before anything is written: a model that they cannot describe is refused.
 """
 
+import math
 import os
 import typing
 from collections.abc import Iterator, Mapping
@@ -14,6 +15,7 @@ from maxmeg.config.model import DType, ModelConfig
 from maxmeg.config.options import Quantize
 from maxmeg.config.positions import RotaryScaling
 from maxmeg.config.schema import Config
+from maxmeg.config.setting import with_fields
 from maxmeg.data.chat.ends import end_tokens
 from maxmeg.data.chat.template import has_chat_template, load_chat_template
 from maxmeg.data.tokenizers.load import load_tokenizer, parse_spec
@@ -64,34 +66,39 @@ def export_gguf(
     tokenizer = read_tokenizer(trained.config, model.vocab_size)
     fields = {"general.name": run.resolve().name, **metadata(model, name), **tokenizer}
     fields |= {"general.file_type": TYPES[form][1], "general.quantization_version": 2}
-    bindings = families.bindings(model, gguf.FAMILIES[name].name)
+    tensors: dict[str, list[Binding]] = {}  # of which one holds all experts of a layer
+    for b in families.bindings(model, gguf.FAMILIES[name].name):
+        tensors.setdefault(gguf.ggml_name(b.theirs, name), []).append(b)
+    shapes = {
+        tensor: gguf.ggml_shape(tensor, len(parts), parts[0].shape)
+        for tensor, parts in tensors.items()
+    }
     heads = {
         "num_attention_heads": model.attention.num_heads,
         "num_key_value_heads": model.kv_heads,
     }
-    kinds = {b.theirs: _kind(library, b, name, form) for b in bindings}
+    kinds = {tensor: _kind(library, tensor, shape, form) for tensor, shape in shapes.items()}
     partial = target.with_name(target.name + ".partial")
-    writer = library.GGUFWriter(partial, name)
+    writer = library.GGUFWriter(partial, name.split()[0])
     try:
         for key, value in fields.items():
             _adder(writer, value)(key, value)
         factors = rotary_factors(model)
         if factors is not None:
             writer.add_tensor_info(gguf.ROPE_FACTORS, factors.shape, factors.dtype, factors.nbytes)
-        for b in bindings:
-            shape = library.quants.quant_shape_to_byte_shape(b.shape, kinds[b.theirs])
-            size = int(np.prod(shape))
-            their_name = gguf.ggml_name(b.theirs, name)
-            writer.add_tensor_info(their_name, shape, np.dtype(np.uint8), size, kinds[b.theirs])
+        for tensor, kind in kinds.items():
+            shape = library.quants.quant_shape_to_byte_shape(shapes[tensor], kind)
+            writer.add_tensor_info(tensor, shape, np.dtype(np.uint8), math.prod(shape), kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         if factors is not None:
             writer.write_tensor_data(factors)
-        for b in tracked(bindings, "converting"):
-            array = gguf.to_ggml(b.theirs, _tensor(trained, b), name, heads)
-            rows = library.quants.quantize(array, kinds[b.theirs])
-            writer.write_tensor_data(np.ascontiguousarray(rows).view(np.uint8))
+        for tensor, parts in tracked(tensors.items(), "converting"):
+            arrays = (gguf.to_ggml(b.theirs, _tensor(trained, b), name, heads) for b in parts)
+            rows = (library.quants.quantize(array, kinds[tensor]) for array in arrays)
+            joined = [np.ascontiguousarray(row).view(np.uint8) for row in rows]
+            writer.write_tensor_data(np.concatenate(joined))
         writer.close()
         partial.rename(target)
     except BaseException:
@@ -103,9 +110,9 @@ def export_gguf(
         notes.append(
             f"MTP layers are left out (model.mtp.num_layers={trained.model.mtp.num_layers})"
         )
-    count = sum(int(np.prod(b.shape)) for b in bindings)
+    count = sum(map(math.prod, shapes.values()))
     spec = trained.config.data.tokenizer
-    return Report(name, len(bindings), count, spec, tuple(notes), f"llama-cli -m {target}")
+    return Report(name, len(tensors), count, spec, tuple(notes), f"llama-cli -m {target}")
 
 
 def architecture(model: ModelConfig) -> str:
@@ -118,7 +125,12 @@ def architecture(model: ModelConfig) -> str:
             problems.append(f"{name}: {error}")
         else:
             return name
-    raise ValueError(f"GGUF is written for {', '.join(gguf.FAMILIES)}: {'; '.join(problems)}")
+    classes = " or ".join(families.families_of(model)) or "of no class of transformers"
+    nearest = min(problems, key=len).split("; ")[0]
+    raise ValueError(
+        f"GGUF is written for {', '.join(gguf.FAMILIES)}, and the run's model is {classes}: leave "
+        f"--to=gguf out ({nearest})"
+    )
 
 
 def metadata(model: ModelConfig, name: str) -> Fields:
@@ -126,7 +138,8 @@ def metadata(model: ModelConfig, name: str) -> Fields:
 
     ValueError if they do not describe the model.
     """
-    family = gguf.FAMILIES[name]
+    family, prefix = gguf.FAMILIES[name], name.split()[0]
+    model = with_fields(model, {"moe.aux_loss": 0.0})  # of training
     config = families.hf_config(model, family.name)
     config |= {"head_dim": model.head_size, "num_key_value_heads": model.kv_heads}
     entries = {key: config[hf] for key, hf in family.keys.items() if config.get(hf) is not None}
@@ -140,9 +153,12 @@ def metadata(model: ModelConfig, name: str) -> Fields:
         entries |= {"rope.scaling.type": rotary.scaling.value, "rope.scaling.factor": rotary.factor}
         if rotary.scaling is RotaryScaling.yarn:
             entries["rope.scaling.original_context_length"] = rotary.original_length
-    fields = {f"{name}.{key}": value for key, value in entries.items()}
+    fields = {f"{prefix}.{key}": value for key, value in entries.items()}
     described, _ = gguf.describe(
-        {"general.architecture": name} | fields, model.vocab_size, model.tied, rotary_factors(model)
+        {"general.architecture": prefix} | fields,
+        model.vocab_size,
+        model.tied,
+        rotary_factors(model),
     )
     if problems := families.differences(model, families.model_config(described)):
         raise ValueError(f"its metadata cannot say {'; '.join(problems)}")
@@ -185,16 +201,18 @@ def _tensor(trained: TrainedModel, binding: Binding) -> np.ndarray:
     return np.asarray(piece.join([*map(trained.read, piece.ours)]), np.float32)
 
 
-def _kind(library: typing.Any, binding: Binding, name: str, form: DType | Quantize) -> typing.Any:
+def _kind(
+    library: typing.Any, name: str, shape: tuple[int, ...], form: DType | Quantize
+) -> typing.Any:
     """Return the type of a tensor in the file."""
     kinds, (chosen, _) = library.GGMLQuantizationType, TYPES[form]
-    if len(binding.shape) < 2:
+    if len(shape) < 2 or gguf.ROUTER in name:
         return kinds.F32
     if isinstance(form, DType):
         return kinds[chosen]
-    if binding.shape[-1] % library.GGML_QUANT_SIZES[kinds[chosen]][0]:
+    if shape[-1] % library.GGML_QUANT_SIZES[kinds[chosen]][0]:
         return kinds.F16
-    return kinds.Q8_0 if gguf.ggml_name(binding.theirs, name) in VOCABULARY else kinds[chosen]
+    return kinds.Q8_0 if name in VOCABULARY else kinds[chosen]
 
 
 def _notes(

@@ -9,6 +9,7 @@ from hf_folders import GPT2, LLAMA, TIED, random_tensors, write_config, write_te
 from tokenizers import models, pre_tokenizers
 
 from maxmeg import convert as command
+from maxmeg.config.architectures import architecture
 from maxmeg.config.flags import run_command
 from maxmeg.config.mixers import QkNorm
 from maxmeg.config.model import DType
@@ -80,7 +81,8 @@ def test_metadata_describe_the_model(case):
 
 REFUSED = {
     "architecture": ("mamba", {}, None, "general.architecture='mamba': supported are llama"),
-    "experts": ("llama", {"expert_count": 8}, None, "llama.expert_count=8: this key is not known"),
+    "experts": ("qwen3", {"expert_count": 8}, None, "qwen3.expert_count=8: this key is not known"),
+    "experts' number": ("llama", {"expert_count": 8}, None, "lack llama.expert_used_count"),
     "head": ("llama", {"rope__dimension_count": 4}, None, "=4 must be the size of a head, 8"),
     "factors": ("llama", {}, np.ones(4) * 3, "neither as Llama 3.1"),
     "scaling": ("llama", {"rope__scaling__type": "magic"}, None, "rope.scaling.type='magic'"),
@@ -124,12 +126,24 @@ def make_run(folder, model=LLAMA, family="LlamaForCausalLM", tokenizer=True):
 
 
 TOKENS = ["a", "b", "ab", "\u0120", "<end>"]
+EXPERTS = with_fields(
+    LLAMA,
+    {"layers": "*(attention,moe)", "moe.num_experts": 3, "moe.ffn_size": 64, "moe.aux_loss": 0.01},
+)
+SHARED = {"moe.softmax_before_topk": True, "moe.shared_ffn_size": 32, "moe.shared_gate": True}
 QWEN = with_fields(LLAMA, {"attention.bias_qkv": True, "mlp.ffn_size": 64})
 KINDS = [
     *((LLAMA, "llama", form) for form in gguf_export.TYPES),
     (TIED, "llama", DType.float32),
     (QWEN, "qwen2", Quantize.q8_0),
     (with_fields(LLAMA, {"attention.qk_norm": QkNorm.head}), "qwen3", DType.float32),
+    (EXPERTS, "llama with experts", Quantize.q4_0),
+    (with_fields(EXPERTS, {"attention.bias_qkv": True, **SHARED}), "qwen2moe", Quantize.q8_0),
+    (with_fields(EXPERTS, {"attention.qk_norm": QkNorm.head}), "qwen3moe", DType.bfloat16),
+    (
+        with_fields(EXPERTS, {"attention.qk_norm": QkNorm.heads, "moe.softmax_before_topk": True}),
+        *("olmoe", DType.float16),
+    ),
 ]
 
 
@@ -139,13 +153,16 @@ def test_a_file_holds_the_model_that_was_written(tmp_path, model, name, form):
     tensors = make_run(tmp_path, model, gguf.FAMILIES[name].name)
     chosen = (DType.bfloat16, form) if form in Quantize else (form,)
     report = gguf_export.export_gguf(tmp_path / "run", tmp_path / "x.gguf", *chosen)
-    assert (report.family, report.num_tensors) == (name, len(tensors))
+    names = {gguf.ggml_name(theirs, name) for theirs in tensors}
+    assert (report.family, report.num_tensors) == (name, len(names))
     assert any("float16" in note for note in report.notes) is (form in Quantize and model is LLAMA)
     source = gguf.open_file(tmp_path / "x.gguf")
-    assert families.differences(families.model_config(source.config), model) == []
+    untrained = with_fields(model, {"moe.aux_loss": 0.0})
+    assert families.differences(families.model_config(source.config), untrained) == []
     assert source.weights.tensors.keys() == tensors.keys()
     for theirs, array in tensors.items():
-        kind = gguf_export.TYPES[form][0] if array.ndim > 1 else "F32"
+        is_exact = array.ndim < 2 or theirs.endswith("gate.weight")
+        kind = "F32" if is_exact else gguf_export.TYPES[form][0]
         if form is Quantize.q4_0 and ("embed" in theirs or "lm_head" in theirs):
             kind = "Q8_0"
         kind = library.GGMLQuantizationType[
@@ -183,8 +200,13 @@ def test_models_and_tokenizers_that_gguf_lacks_are_refused(tmp_path):
         gguf_export.export_gguf(tmp_path / "run", tmp_path / "x.gguf")
     with pytest.raises(ValueError, match=r"name a file that does not exist, ending in \.gguf"):
         gguf_export.export_gguf(tmp_path / "run", tmp_path / "x")
-    for model in (GPT2, with_fields(LLAMA, {"rotary.fraction": 0.5})):
-        with pytest.raises(ValueError, match=r"GGUF is written for llama, .*; gemma3: "):
+    part = with_fields(LLAMA, {"rotary.fraction": 0.5})
+    for model, kind in (
+        (GPT2, "GPT2LMHeadModel: "),
+        (part, r".*\(llama: .*rotary\.fraction"),
+        (architecture("gpt-oss-20b"), "GptOssForCausalLM: "),
+    ):
+        with pytest.raises(ValueError, match=f"GGUF is written for llama, .* model is {kind}"):
             gguf_export.architecture(model)
     for to, how in (("gguf", "int8"), ("huggingface", "q8_0")):
         options = command.Options(str(tmp_path / "run"), "x", To(to), quantize=Quantize(how))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_gguf_oracle import GEMMA, LLAMA3, make_run
+from test_gguf_oracle import EXPERTS, GEMMA, LLAMA3, QWEN2, QWEN3, assign, make_run
 
 from maxmeg.config.model import DType
 from maxmeg.config.options import Quantize
@@ -19,20 +19,27 @@ pytest.importorskip("xllamacpp")
 CHILD, COUNT = Path(__file__).with_name("llama_cpp_child.py"), 8
 EXACT = 5e-3  # llama.cpp computes GELU by a table in float16
 ROUNDED = 0.1  # and products with weights in fewer bits from activations in as many
-CASES = [
-    ("llama", {}),
-    ("llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3}),
-    ("qwen2", {}),
-    ("qwen3", {"head_dim": 128}),
-    ("gemma2", GEMMA),
-    ("gemma3_text", GEMMA),
-]
 FORMS = [
     (DType.float32,),
     (DType.float16,),
     (DType.bfloat16,),
     (DType.bfloat16, Quantize.q8_0),
     (DType.bfloat16, Quantize.q4_0),
+]
+# Rounding may change which experts a token has: then it has all of them.
+EVERY = QWEN3 | {"num_experts_per_tok": QWEN3["num_experts"]}
+CASES = [
+    ("llama", {}, FORMS),
+    ("llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3}, FORMS),
+    ("qwen2", {}, FORMS),
+    ("qwen3", {"head_dim": 128}, FORMS),
+    ("gemma2", GEMMA, FORMS),
+    ("gemma3_text", GEMMA, FORMS),
+    ("mixtral", {"num_local_experts": 4, "sliding_window": None}, FORMS[:1]),
+    ("qwen2_moe", QWEN2, FORMS[:1]),
+    ("qwen3_moe", QWEN3, FORMS[:1]),
+    ("qwen3_moe", EVERY, FORMS[1:]),
+    ("olmoe", {**EXPERTS, "num_key_value_heads": 4}, FORMS[:1]),
 ]
 
 
@@ -43,16 +50,15 @@ def of_llama_cpp(path: Path, ids: list[int]) -> dict:
     return json.loads(run.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize(("kind", "more"), CASES)
-def test_llama_cpp_reads_the_file(tmp_path, kind, more):
+@pytest.mark.parametrize(("kind", "more", "forms"), CASES)
+def test_llama_cpp_reads_the_file(tmp_path, kind, more, forms):
     """Of each form: what llama.cpp computes, and transformers with the file's weights."""
     model, ids = make_run(tmp_path, kind, more)
-    for number, form in enumerate(FORMS):
+    for number, form in enumerate(forms):
         path = tmp_path / f"{number}.gguf"
         gguf_export.export_gguf(tmp_path / "run", path, *form)
         weights = gguf.open_file(path).weights
-        for name in weights.tensors:
-            model.get_parameter(name).data = torch.from_numpy(weights.read(name).copy())
+        assign(model, weights)
         answer = of_llama_cpp(path, ids)
         with torch.no_grad():
             rows = model(torch.tensor([ids + answer["tokens"]])).logits[0].log_softmax(-1)

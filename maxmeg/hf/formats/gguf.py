@@ -2,13 +2,16 @@
 
 Quantized tensors are dequantized. Changes by llama.cpp's conversion are undone: the order of rows
 in Llama's queries and keys, and the 1 added to Gemma's norms. `to_ggml` and `ggml_name` are the
-inverses, which hf/gguf_export.py writes with.
+inverses, which hf/gguf_export.py writes with. The experts of a layer, which llama.cpp stacks in one
+tensor, are tensors of their own.
 """
 
 import dataclasses
 import importlib
 import math
 import os
+import re
+import types
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -44,6 +47,25 @@ SANDWICH = LAYERS | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+ROUTER = "ffn_gate_inp"
+EXPERTS = {  # {}: number of an expert, dimension 0 of llama.cpp's tensor
+    ROUTER: "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+}
+SHARED_EXPERT = {
+    f"{ROUTER}_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+MIXTRAL = {
+    ROUTER: "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+}
 KEYS = {  # key after the architecture's name -> key of config.json
     "embedding_length": "hidden_size",
     "block_count": "num_hidden_layers",
@@ -61,6 +83,10 @@ GEMMA_KEYS = KEYS | {
     "final_logit_softcapping": "final_logit_softcapping",
     "rope.freq_base_swa": "rope_local_base_freq",
 }
+MOE_KEYS = KEYS | {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+MIXTRAL_KEYS = MOE_KEYS | {"expert_count": "num_local_experts"}
+WIDE_KEYS = MOE_KEYS | {"expert_feed_forward_length": "moe_intermediate_size"}
+SHARED_KEYS = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
 # Keys that `describe` reads itself, or that have no effect.
 OTHERS = ("vocab_size", "attention.value_length", "rope.dimension_count", "rope.scaling.type")
 OTHERS += ("rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.finetuned")
@@ -70,12 +96,14 @@ TOKENS = {
     "tokenizer.ggml.padding_token_id": "pad_token_id",
 }
 ROPE_FACTORS = "rope_freqs.weight"
+NUMBER = r"\.\d+\."  # of an expert, in transformers' names
 
 
 class Family(typing.NamedTuple):
     """How an architecture of GGUF corresponds to a model class of transformers.
 
-    permuted: whether the rows of queries and keys are reordered.
+    permuted: whether the rows of queries and keys are reordered. settings: of config.json, which
+    llama.cpp takes for granted.
     """
 
     name: str
@@ -84,12 +112,26 @@ class Family(typing.NamedTuple):
     layers: Mapping[str, str] = LAYERS
     permuted: bool = False
     norms_plus_one: bool = False
+    settings: Mapping[str, typing.Any] = types.MappingProxyType({})
 
 
+# By GGUF's architecture, of which the first word is its name.
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", "llama", permuted=True),
+    "llama with experts": Family(
+        "MixtralForCausalLM", "mixtral", MIXTRAL_KEYS, LAYERS | MIXTRAL, permuted=True
+    ),
     "qwen2": Family("Qwen2ForCausalLM", "qwen2"),
     "qwen3": Family("Qwen3ForCausalLM", "qwen3"),
+    "qwen2moe": Family(
+        "Qwen2MoeForCausalLM", "qwen2_moe", WIDE_KEYS | SHARED_KEYS,
+        LAYERS | EXPERTS | SHARED_EXPERT,
+    ),
+    "qwen3moe": Family(
+        "Qwen3MoeForCausalLM", "qwen3_moe", WIDE_KEYS, LAYERS | EXPERTS,
+        settings={"norm_topk_prob": True},
+    ),
+    "olmoe": Family("OlmoeForCausalLM", "olmoe", MOE_KEYS, LAYERS | EXPERTS),
     "gemma2": Family(
         "Gemma2ForCausalLM", "gemma2", GEMMA_KEYS, SANDWICH, norms_plus_one=True
     ),
@@ -105,20 +147,28 @@ class GgufWeights:
     def __init__(
         self, tensors: Mapping[str, typing.Any], family: Family, config: Mapping[str, typing.Any]
     ) -> None:
-        self._tensors: dict[str, typing.Any] = {}
+        self._stored: dict[str, tuple[np.ndarray, typing.Any]] = {}
         self._family, self._config = family, config
         self.tensors: dict[str, TensorInfo] = {}
         for name, tensor in tensors.items():
             theirs = _their_name(name, family)
-            self._tensors[theirs] = tensor
             shape = tuple(int(size) for size in reversed(tensor.shape))
-            self.tensors[theirs] = TensorInfo(FLOAT32, shape)
+            parts = {theirs: tensor.data}
+            if "{}" in theirs:
+                parts = {
+                    theirs.replace("{}", str(i)): expert for i, expert in enumerate(tensor.data)
+                }
+                shape = shape[1:]
+            elif f"{ROUTER}_shexp" in name:
+                shape = (1, *shape[-1:])
+            for part, data in parts.items():
+                self._stored[part] = data, tensor.tensor_type
+                self.tensors[part] = TensorInfo(FLOAT32, shape)
 
     def read(self, name: str, *index: int) -> np.ndarray:
-        assert not index, "no supported architecture has stacked experts"
+        assert not index, "experts are tensors of their own"
         quants = importlib.import_module("gguf.quants")
-        tensor = self._tensors[name]
-        array = quants.dequantize(tensor.data, tensor.tensor_type)
+        array = quants.dequantize(*self._stored[name])
         array = np.asarray(array, FLOAT32).reshape(self.tensors[name].shape)
         if self._family.permuted and (count := _num_heads(name, self._config)):
             return halves_from_pairs(array, count)
@@ -197,10 +247,12 @@ def describe(
 
     factors: divisors of the rotary frequencies, if the file has them.
     """
-    name = fields.get("general.architecture")
-    if name not in FAMILIES:
+    name = str(fields.get("general.architecture"))
+    with_experts = f"{name} with experts"
+    has_experts = fields.get(f"{name}.expert_count") and with_experts in FAMILIES
+    family, prefix = FAMILIES.get(with_experts if has_experts else name), f"{name}."
+    if family is None:
         raise ValueError(f"general.architecture={name!r}: supported are {', '.join(FAMILIES)}")
-    family, prefix = FAMILIES[name], f"{name}."
     settings = {key.removeprefix(prefix): v for key, v in fields.items() if key.startswith(prefix)}
     for key, value in settings.items():
         if key not in family.keys and key not in OTHERS:
@@ -208,10 +260,11 @@ def describe(
                 f"{prefix}{key}={str(value)[:100]}: this key is not known, and it may change the "
                 "results; convert the model's safetensors instead"
             )
-    missing = [key for key in list(KEYS)[:5] if key not in settings]
+    experts = (key for key in family.keys if key.startswith("expert_"))
+    missing = [key for key in (*list(KEYS)[:5], *experts) if key not in settings]
     if missing:
         raise ValueError(f"the metadata lack {', '.join(prefix + key for key in missing)}")
-    config = {"architectures": [family.name], "model_type": family.model_type}
+    config = {"architectures": [family.name], "model_type": family.model_type, **family.settings}
     config |= {"vocab_size": vocab_size, "tie_word_embeddings": tied}
     config |= {hf: fields[key] for key, hf in TOKENS.items() if key in fields}
     config |= {hf: _plain(settings[key]) for key, hf in family.keys.items() if key in settings}
@@ -295,7 +348,14 @@ def ggml_name(name: str, architecture: str) -> str:
         return f"{ends[module]}.{leaf}"
     layers = {theirs: ours for ours, theirs in FAMILIES[architecture].layers.items()}
     _, _, layer, inner = module.split(".", 3)
-    return f"blk.{layer}.{layers[inner]}.{leaf}"
+    return f"blk.{layer}.{layers[re.sub(NUMBER, '.{}.', inner)]}.{leaf}"
+
+
+def ggml_shape(name: str, count: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of a tensor of llama.cpp that holds `count` tensors of transformers."""
+    if f"{ROUTER}_shexp" in name:
+        return shape[1:]
+    return (count, *shape) if "_exps." in name else shape
 
 
 def _plain(value: typing.Any) -> typing.Any:
