@@ -36,9 +36,7 @@ class Widths:
     last_input: width of the input of the last product; a weight-gradient lane keeps its gradient.
     gathered: widths of the sequences that the mixer itself gathers over tensor.
     head_outputs: sum of the widths of the outputs of attention heads.
-    expert_columns, expert_input: widths of one expert's column-parallel products, and of the input
-    of its last product. shared_expert: whether an expert is applied to all tokens. scanned: width
-    of the output of a scan, whose gated product is in float32.
+    scanned: width of the output of a scan, whose gated product is in float32.
     """
 
     stored: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -48,9 +46,6 @@ class Widths:
     last_input: int = 0
     gathered: tuple[int, ...] = ()
     head_outputs: int = 0
-    expert_columns: int = 0
-    expert_input: int = 0
-    shared_expert: bool = False
     scanned: int = 0
 
 

@@ -179,14 +179,10 @@ class MoeSpec(MlpSpec):
         )
 
     def widths(self, tensor: int = 1) -> Widths:
+        """Of the shared expert and of the projection before the routed experts."""
         widths = self.shared.widths() if self.shared_ffn_size else Widths()
-        return dataclasses.replace(
-            widths,
-            replicated={"expert_latent": self.latent_size} if self.latent_size else {},
-            expert_columns=(1 + self.is_gated) * self.ffn_size,
-            expert_input=self.ffn_size,
-            shared_expert=self.shared_ffn_size > 0,
-        )
+        latent = {"expert_latent": self.latent_size} if self.latent_size else {}
+        return dataclasses.replace(widths, replicated=latent)
 
 
 class Experts(nnx.Module):

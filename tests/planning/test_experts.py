@@ -9,7 +9,9 @@ from maxmeg.config.schema import Config, TrainConfig
 from maxmeg.config.setting import with_fields
 from maxmeg.config.validate import axis_sizes, validate
 from maxmeg.distributed.experts import exchange
+from maxmeg.layers.moe import MoeSpec
 from maxmeg.ops.experts.dispatch import capacity_of
+from maxmeg.ops.experts.routing import RoutingSpec
 from maxmeg.planning.analytic import analyze, exposed_seconds
 from maxmeg.planning.cost import experts
 from maxmeg.planning.cost.communication import EXCHANGED_BACKWARD, EXCHANGED_FORWARD, traffic
@@ -60,10 +62,9 @@ def test_rows_are_those_that_the_layer_exchanges(monkeypatch, top_k, devices, lo
     for tokens in (1, 7, 64):
         for buffer in (1.0, 1.3, 2.0, 9.0):
             made = exchange.make_exchange(tokens, top_k, local_experts, ("expert",), buffer)
-            sizes = devices, devices * local_experts, local_experts
-            found = experts.Dispatch(
-                tokens, top_k, *sizes, 16, 1, ExpertExchange.all_to_all, buffer, 2
-            )
+            routing = RoutingSpec(devices * local_experts, top_k)
+            spec = MoeSpec(16, 16, routing=routing, buffer=buffer)
+            found = experts.Dispatch(spec, tokens, devices, local_experts, itemsize=2)
             assert (found.rows, not found.in_rounds) == (made.rows, made.one_suffices)
 
 

@@ -221,7 +221,7 @@ def _experts(work: Workload) -> Iterator[Traffic]:
         yield one(EXCHANGED_BACKWARD, backward, 3 + 2 * again, sizes)
 
     again = int("dispatched_tokens" not in work.kept)
-    if dispatch.nodes > 1:
+    if dispatch.node_rows:
         sent = dispatch.node_vectors, dispatch.node_labels
         yield from exchanged(name + BETWEEN, ALL_TO_ALL, *sent, again)
         name, again = name + INSIDE, 1  # what arrives inside a node is not stored

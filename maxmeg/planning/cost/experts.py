@@ -9,7 +9,6 @@ import math
 
 import jax
 
-from maxmeg.config.mixers import ExpertExchange
 from maxmeg.distributed.experts.exchange import block_rows
 from maxmeg.distributed.experts.nodes import node_rows
 from maxmeg.layers.moe import MoeSpec
@@ -26,45 +25,56 @@ class Dispatch:
 
     tokens: tokens that the device sends: T; T / t if every device along tensor sends its own, to
     experts that are not cut. devices: number of devices that it exchanges with or gathers from.
-    num_experts: of the model. local_experts: of a device. width: width of the vectors sent.
-    expert_shards: number of devices that an expert is cut over. kind: the dispatcher. buffer: rows
-    of a round over the mean load. itemsize: e. backend, reason: of `choose_backend`. capacity:
-    capacity factor; 0: dropless. pad: rows are padded to the capacity. nodes: nodes to each of
-    which a token is sent once; node_rows: rows sent to each; 1, 0: tokens go to devices directly.
-    sent: bytes of a vector that is sent to experts over those of one that they send back.
+    local_experts: of a device. itemsize: e. shards: number of devices that an expert is cut over.
+    backend, reason: of `choose_backend`. node_rows: rows sent to each node, if each token is sent
+    to a node once; 0: tokens go to devices directly. sent: bytes of a vector that is sent to
+    experts over those of one that they send back.
     """
 
+    spec: MoeSpec
     tokens: int
-    top_k: int
     devices: int
-    num_experts: int
     local_experts: int
-    width: int
-    expert_shards: int
-    kind: ExpertExchange
-    buffer: float
     itemsize: int
+    shards: int = 1
     backend: str = "mosaic"
     reason: str = ""
-    capacity: float = 0.0
-    pad: bool = False
-    nodes: int = 1
     node_rows: int = 0
     sent: float = 1.0
 
     @property
+    def width(self) -> int:
+        """Width of the vectors that experts read and write."""
+        return self.spec.latent_size or self.spec.hidden_size
+
+    @property
+    def inputs(self) -> int:
+        """Width of the input of an expert's last product on a device."""
+        return self.spec.ffn_size // self.shards
+
+    @property
+    def columns(self) -> int:
+        """Width of the outputs of up and gate of an expert on a device."""
+        return (1 + self.spec.is_gated) * self.inputs
+
+    @property
+    def matrices(self) -> int:
+        """Elements of the device's expert matrices."""
+        return self.local_experts * self.width * (self.columns + self.inputs)
+
+    @property
     def node_vectors(self) -> int:
         """Bytes of the vectors that a device sends to all nodes in a round."""
-        return self.nodes * self.node_rows * self.itemsize * self.width
+        return self.spec.nodes * self.node_rows * self.itemsize * self.width
 
     @property
     def node_labels(self) -> int:
         """Bytes of the experts and weights that are sent with them."""
-        return self.nodes * self.node_rows * 2 * FLOAT32 * self.top_k
+        return self.spec.nodes * self.node_rows * 2 * FLOAT32 * self.spec.routing.top_k
 
     @property
     def gathers(self) -> bool:
-        return self.devices == 1 or self.kind is ExpertExchange.gather
+        return self.devices == 1 or self.spec.exchange == "gather"
 
     @property
     def in_blocks(self) -> bool:
@@ -73,14 +83,14 @@ class Dispatch:
     @property
     def limit(self) -> int:
         """The most copies that a sending device has for one expert."""
-        sizes = self.tokens, self.top_k, self.num_experts
-        return capacity_of(*sizes, self.capacity) if self.capacity else self.tokens
+        sizes = self.tokens, self.spec.routing.top_k, self.spec.routing.num_experts
+        return capacity_of(*sizes, self.spec.capacity) if self.spec.capacity else self.tokens
 
     @property
     def block(self) -> int:
         """Rows of a block: of one expert and sending device in a round."""
-        sizes = self.tokens, self.top_k, self.num_experts
-        return self.limit if self.pad else block_rows(*sizes, self.buffer, self.limit)
+        sizes = self.tokens, self.spec.routing.top_k, self.spec.routing.num_experts
+        return self.limit if self.spec.pad else block_rows(*sizes, self.spec.buffer, self.limit)
 
     @property
     def max_rows(self) -> int:
@@ -89,7 +99,7 @@ class Dispatch:
         if self.in_blocks:
             return self.devices * self.local_experts * self.limit
         tokens = self.devices * self.tokens  # also if they come by nodes, all to one device
-        return tokens * min(self.top_k, self.local_experts)
+        return tokens * min(self.spec.routing.top_k, self.local_experts)
 
     @property
     def rows(self) -> int:
@@ -99,7 +109,7 @@ class Dispatch:
             return self.devices * self.local_experts * self.block
         if self.gathers:
             return self.max_rows
-        round_rows = self.buffer * self.tokens * self.top_k
+        round_rows = self.spec.buffer * self.balanced_rows
         return min(self.devices * math.ceil(round_rows / self.devices), self.max_rows)
 
     @property
@@ -117,7 +127,7 @@ class Dispatch:
     @property
     def balanced_rows(self) -> int:
         """Rows under balanced load, T K."""
-        return self.tokens * self.top_k
+        return self.tokens * self.spec.routing.top_k
 
     @property
     def vectors(self) -> int:
@@ -142,71 +152,41 @@ class Dispatch:
     @property
     def counts(self) -> int:
         """Bytes of the numbers of copies between all pairs of devices."""
-        return 4 * (self.devices // self.nodes) ** 2
+        return 4 * (self.devices // self.spec.nodes) ** 2
 
 
 def dispatch_of(work: Workload) -> Dispatch:
     """The dispatch of one layer's tokens to its experts."""
     model, parallel = work.config.model, work.config.parallel
-    tensor, kind = work.axes["tensor"], parallel.expert_exchange
-    spec = MoeSpec.of(model, parallel)
+    spec, recipe, tensor = MoeSpec.of(model, parallel), work.recipe, work.axes["tensor"]
     among = work.axes["expert"] * work.axes["context"]  # devices with other experts and tokens
-    local_experts = model.moe.num_experts // (among * parallel.fold)
-    width = vector_width(work)
-    shards = 1 if parallel.fold > 1 else tensor
-    sizes = (local_experts, width, spec.ffn_size // shards)
-    matrices = jax.ShapeDtypeStruct(sizes, model.dtype.value)
-    backend, reason = spec.products(matrices, work.recipe if in_codes(work) else None, work.device)
-    nodes, tokens = spec.nodes, work.tokens // (tensor if folded(work) else 1)
-    return Dispatch(
-        tokens=tokens,
-        top_k=model.moe.top_k,
-        devices=among if kind is ExpertExchange.gather else among * parallel.fold,
-        num_experts=model.moe.num_experts,
-        local_experts=local_experts,
-        width=width,
-        expert_shards=shards,
-        kind=kind,
-        buffer=parallel.expert_buffer,
+    dispatch = Dispatch(
+        spec,
+        tokens=work.tokens // (tensor if folded(work) else 1),
+        devices=among if spec.exchange == "gather" else among * parallel.fold,
+        local_experts=spec.routing.num_experts // (among * parallel.fold),
         itemsize=work.itemsize,
-        backend=backend,
-        reason=reason,
-        capacity=model.moe.capacity_factor,
-        pad=model.moe.pad_to_capacity,
-        nodes=nodes,
-        node_rows=node_rows(tokens, nodes, spec.routing, spec.buffer) if nodes > 1 else 0,
-        sent=sent_share(work),
+        shards=1 if parallel.fold > 1 else tensor,
     )
-
-
-def vector_width(work: Workload) -> int:
-    """Width of the vectors that experts read and write."""
-    model = work.config.model
-    return model.moe.latent_size or model.hidden_size
-
-
-def in_codes(work: Workload) -> bool:
-    """Whether experts multiply 8-bit codes, in layers that are not left in 16 bits."""
-    recipe, sizes = work.recipe, (vector_width(work), work.config.model.expert_ffn)
-    return recipe is not None and not any(n % (recipe.block or 1) for n in sizes)
-
-
-def sent_share(work: Workload) -> float:
-    """Bytes of a vector sent to experts over those of one in the compute dtype: with
-    train.quantization.dispatch a byte per number and per scale, in layers with quantized experts.
-    """
-    recipe, width = work.recipe, vector_width(work)
-    if recipe is None or not recipe.dispatch or not in_codes(work):
-        return 1.0
-    scales = width // recipe.block if recipe.block else 1
-    packed = (width + scales) / (work.itemsize * width)
-    return 1.0 - work.quantized_share * (1.0 - packed)
+    width, tokens = dispatch.width, dispatch.tokens
+    if recipe and any(size % (recipe.block or 1) for size in (width, spec.ffn_size)):
+        recipe = None  # layers that are left in 16 bits
+    sizes = (dispatch.local_experts, width, dispatch.inputs)
+    matrices = jax.ShapeDtypeStruct(sizes, model.dtype.value)
+    backend, reason = spec.products(matrices, recipe, work.device)
+    sent = 1.0
+    if recipe and recipe.dispatch:  # a byte per number and per scale
+        scales = width // recipe.block if recipe.block else 1
+        packed = (width + scales) / (work.itemsize * width)
+        sent = 1.0 - work.quantized_share * (1.0 - packed)
+    rows = node_rows(tokens, spec.nodes, spec.routing, spec.buffer) if spec.nodes > 1 else 0
+    return dataclasses.replace(dispatch, backend=backend, reason=reason, node_rows=rows, sent=sent)
 
 
 def folded(work: Workload) -> bool:
     """Whether each device along tensor sends its own tokens, to experts that are not cut."""
     parallel = work.config.parallel
-    return parallel.fold > 1 and parallel.expert_exchange is not ExpertExchange.gather
+    return parallel.fold > 1 and parallel.expert_exchange.value != "gather"
 
 
 def axes(work: Workload) -> tuple[str, ...]:
@@ -221,7 +201,7 @@ def sums(work: Workload, unit: Unit) -> tuple[int, ...]:
     counts = []
     for spec in unit.specs:
         whole = [mixer for mixer in spec.mixers if mixer.writes == "whole"]
-        shared = any(mixer.widths().shared_expert for mixer in spec.mixers)
+        shared = any(getattr(mixer, "shared_ffn_size", 0) for mixer in spec.mixers)
         counts.append(1 if whole else int(not folded(work)) + shared)
     return tuple(counts)
 
@@ -248,7 +228,7 @@ def kept(work: Workload, unit: Unit) -> int:
     if not unit.sparse or not work.kept:
         return 0
     dispatch = dispatch_of(work)
-    size = work.itemsize * dispatch.rows * unit.expert_columns // dispatch.expert_shards
+    size = unit.sparse * work.itemsize * dispatch.rows * dispatch.columns
     if "dispatched_tokens" in work.kept and not dispatch.gathers:
         vectors = int(dispatch.sent * (dispatch.node_vectors or dispatch.vectors))
         size += unit.sparse * (vectors + (dispatch.node_labels or dispatch.labels))
@@ -263,12 +243,10 @@ def deferred(work: Workload, unit: Unit) -> int:
     if not unit.sparse:
         return 0
     dispatch = dispatch_of(work)
-    widths = unit.expert_inputs // dispatch.expert_shards + unit.sparse * dispatch.width
-    if not work.kept:
-        widths += unit.expert_columns // dispatch.expert_shards + unit.sparse * dispatch.width
-    sides = (unit.expert_columns + unit.expert_inputs) // dispatch.expert_shards
-    rounds = FLOAT32 * dispatch.local_experts * dispatch.width * sides if dispatch.in_rounds else 0
-    return work.itemsize * dispatch.rows * widths + rounds
+    widths = dispatch.inputs + dispatch.width
+    widths += 0 if work.kept else dispatch.columns + dispatch.width
+    rounds = FLOAT32 * dispatch.matrices if dispatch.in_rounds else 0
+    return unit.sparse * (work.itemsize * dispatch.rows * widths + rounds)
 
 
 def working(work: Workload, unit: Unit) -> int:
@@ -281,17 +259,15 @@ def working(work: Workload, unit: Unit) -> int:
     """
     if not unit.sparse:
         return 0
-    dispatch, e = dispatch_of(work), work.itemsize
-    columns = unit.expert_columns // unit.sparse // dispatch.expert_shards
-    matrices = local_matrices(unit, dispatch)
-    again = int(not work.kept)
-    more = FLOAT32 * matrices // work.axes["fsdp"] * work.pipelined
+    dispatch, again = dispatch_of(work), int(not work.kept)
     if dispatch.in_rounds:
-        return 4 * dispatch.node_vectors + in_loop_of_rounds(work, unit)
-    return e * dispatch.rows * ((2 + again) * columns + (3 + again) * dispatch.width) + more
+        return 4 * dispatch.node_vectors + in_loop_of_rounds(work, dispatch)
+    row = (2 + again) * dispatch.columns + (3 + again) * dispatch.width
+    more = FLOAT32 * dispatch.matrices // work.axes["fsdp"] * work.pipelined
+    return work.itemsize * dispatch.rows * row + more
 
 
-def in_loop_of_rounds(work: Workload, unit: Unit) -> int:
+def in_loop_of_rounds(work: Workload, dispatch: Dispatch) -> int:
     """Bytes while the loop over further rounds runs backward; the first round runs after it.
 
     Rows: gradients of the columns and of the last product's input, e N (widths / t), and six arrays
@@ -300,20 +276,11 @@ def in_loop_of_rounds(work: Workload, unit: Unit) -> int:
     Matrices: float32 sums of their gradients, 2 e (matrices); without fsdp also the matrices (in 8
     bits the codes in both layouts, as large) and the new sums. Tokens: float32 sums, 4 T D.
     """
-    dispatch, e = dispatch_of(work), work.itemsize
-    widths = (unit.expert_columns + unit.expert_inputs) // unit.sparse // dispatch.expert_shards
-    row = widths + 6 * dispatch.width
-    if dispatch.in_blocks:
-        row = 2 * widths + 3 * dispatch.width
+    widths, arrays = dispatch.columns + dispatch.inputs, 3 if dispatch.in_blocks else 6
+    row = (2 if dispatch.in_blocks else 1) * widths + arrays * dispatch.width
     copies = 2 if work.axes["fsdp"] > 1 else 3 + 2 * work.accumulates
-    size = dispatch.rows * row + copies * local_matrices(unit, dispatch)
-    return e * size + FLOAT32 * dispatch.tokens * dispatch.width
-
-
-def local_matrices(unit: Unit, dispatch: Dispatch) -> int:
-    """Elements of a device's expert matrices in one layer."""
-    sides = (unit.expert_columns + unit.expert_inputs) // unit.sparse // dispatch.expert_shards
-    return dispatch.local_experts * dispatch.width * sides
+    size = dispatch.rows * row + copies * dispatch.matrices
+    return work.itemsize * size + FLOAT32 * dispatch.tokens * dispatch.width
 
 
 def of_other_layers(work: Workload, unit: Unit) -> int:
@@ -328,18 +295,16 @@ def of_other_layers(work: Workload, unit: Unit) -> int:
     if not unit.sparse:
         return 0
     dispatch, others = dispatch_of(work), unit.sparse - 1
-    widths = (unit.expert_columns + unit.expert_inputs) // unit.sparse // dispatch.expert_shards
-    in_loop = dispatch.in_rounds and not dispatch.in_blocks
+    widths, D, e = dispatch.columns + dispatch.inputs, dispatch.width, work.itemsize
     if work.kept:
-        waits = work.axes["fsdp"] > 1 and not work.pipelined and work.axes["tensor"] == 1
-        if not (in_loop and waits):
+        in_loop = dispatch.in_rounds and not (dispatch.in_blocks or work.pipelined)
+        if not in_loop or work.axes["fsdp"] == 1 or work.axes["tensor"] > 1:
             return 0
-        read = work.itemsize * dispatch.rows * (widths + 2 * dispatch.width)
-        return others * (read + FLOAT32 * local_matrices(unit, dispatch))
-    elements = dispatch.rows * (widths + (3 if dispatch.in_rounds else 1) * dispatch.width)
+        return others * (e * dispatch.rows * (widths + 2 * D) + FLOAT32 * dispatch.matrices)
+    elements = dispatch.rows * (widths + (3 if dispatch.in_rounds else 1) * D)
     if work.axes["fsdp"] > 1 and not dispatch.in_rounds:
-        elements += local_matrices(unit, dispatch)
-    return others * work.itemsize * elements
+        elements += dispatch.matrices
+    return others * e * elements
 
 
 def product_words(work: Workload) -> str:
@@ -359,8 +324,8 @@ def streamed(work: Workload, unit: Unit) -> float:
     if not unit.sparse:
         return 0.0
     dispatch = dispatch_of(work)
-    columns = unit.expert_columns // dispatch.expert_shards
-    return work.itemsize * dispatch.rows * (2 * columns + 6 * unit.sparse * dispatch.width)
+    row = 2 * dispatch.columns + 6 * dispatch.width
+    return unit.sparse * work.itemsize * dispatch.rows * row
 
 
 def surplus_seconds(work: Workload, cluster: Cluster) -> float:
@@ -369,23 +334,22 @@ def surplus_seconds(work: Workload, cluster: Cluster) -> float:
     XLA multiplies all rows by every expert of the device; rows of blocks, also empty ones, are
     multiplied by one expert. A product takes at least the time to read its matrices.
     """
-    total, dispatch = 0.0, dispatch_of(work)
-    for unit in work.units:
-        matrices = (
-            dispatch.width * (unit.expert_columns + unit.expert_inputs) // dispatch.expert_shards
-        )
-        needed = 2 * dispatch.balanced_rows * matrices / cluster.matmul_rate
-        multiplied = needed * dispatch.multiplied / dispatch.balanced_rows
-        read = work.itemsize * dispatch.local_experts * matrices / cluster.memory_rate
-        total += unit.repeats * max(multiplied - needed, read - needed, 0.0)
-    return total / work.config.model.num_layers
+    dispatch = dispatch_of(work)
+    second = 2 * dispatch.matrices / dispatch.local_experts / cluster.matmul_rate  # for a row
+    needed = second * dispatch.balanced_rows
+    read = work.itemsize * dispatch.matrices / cluster.memory_rate
+    each = max(second * dispatch.multiplied, read, needed) - needed
+    return sparse_share(work) * each
 
 
 def shared_seconds(work: Workload, cluster: Cluster) -> float:
     """Forward seconds of the products of the average layer's shared expert."""
-    model = work.config.model
-    sides = 3 if model.gated else 2
-    products = 2 * work.tokens * sides * model.hidden_size * model.moe.shared_ffn_size
+    shared = MoeSpec.of(work.config.model, work.config.parallel).shared.weights()
+    flops = 2 * work.tokens * shared / work.axes["tensor"]
+    return sparse_share(work) * flops / cluster.matmul_rate
+
+
+def sparse_share(work: Workload) -> float:
+    """Layers of experts over all layers."""
     sparse = sum(unit.repeats * unit.sparse for unit in work.units)
-    each = products / work.axes["tensor"] / cluster.matmul_rate
-    return sparse * each / model.num_layers
+    return sparse / work.config.model.num_layers

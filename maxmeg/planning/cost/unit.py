@@ -121,14 +121,4 @@ class Unit:
     @functools.cached_property
     def sparse(self) -> int:
         """Number of sublayers with experts."""
-        return sum(one.expert_columns > 0 for one in self.widths)
-
-    @functools.cached_property
-    def expert_columns(self) -> int:
-        """Width of one expert's column-parallel outputs, summed over the sublayers."""
-        return sum(one.expert_columns for one in self.widths)
-
-    @functools.cached_property
-    def expert_inputs(self) -> int:
-        """Width of the input of one expert's last product, summed over the sublayers."""
-        return sum(one.expert_input for one in self.widths)
+        return sum(mixer.name == "moe" for one in self.specs for mixer in one.mixers)
