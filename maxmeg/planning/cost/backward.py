@@ -14,7 +14,6 @@ from maxmeg.planning.cost.loss import FLOAT32
 from maxmeg.planning.cost.workload import Unit, Workload
 
 STREAMS = 2  # residual streams outside of the unit: output of the stack, gradient of the loss
-APART = 3  # layers of a unit whose gradients exist, if they run one by one
 SCAN_ARRAYS = 3  # float32 arrays of the output of each scan of a unit
 
 
@@ -106,10 +105,10 @@ def arrays(work: Workload, unit: Unit) -> int:
 
     What the gradients of its weights read (`gradient_inputs`; full: all that is recomputed), and
     residual streams, e T D / t each (`streams`). full: of the unit's layers that have run also the
-    recomputed streams, which gradients of norms read, if these are `delayed`. While experts run
-    apart from the rest: what delayed gradients of the layers that have run read. Under tensor
-    parallelism also whole sequences, e T D each: a gathered input (full: those of all sublayers), a
-    gathered gradient, with several samples transposed too, and partial sums.
+    recomputed streams, which gradients of norms read, if these are `delayed`. Little of it exists
+    while experts run apart. Under tensor parallelism also whole sequences, e T D each: a gathered
+    input (full: those of all sublayers), a gathered gradient, with several samples transposed too,
+    and partial sums.
     """
     tensor, D = work.axes["tensor"], work.config.model.hidden_size
     *others, last = unit.sublayer_widths
@@ -119,8 +118,6 @@ def arrays(work: Workload, unit: Unit) -> int:
         width += STREAMS * D
         width += streams(unit) * D + gradient_inputs(work, unit) if work.kept else read(last)
         width += unit.kept_columns(work.unkept)[0] if work.kept else 0
-    elif work.kept and delayed(work):
-        width += sum(reads_of_layers(unit)[1:])
     inputs = 1 if work.kept else max(unit.sublayers, 2)
     gathered = inputs + (work.samples > 1) + 2 if tensor > 1 else 0
     return work.itemsize * work.tokens * (width // tensor + gathered * D)
@@ -162,38 +159,13 @@ def split_once(work: Workload) -> bool:
     return work.lanes.deferred > 0 and work.microbatches == 1
 
 
-def weight_lane(work: Workload, group: int) -> int:
-    """Bytes that the weight lane adds while it makes the gradients of a unit.
-
-    Of one layer: the input of its last product and the gradient of it, e T F / t each, and copies
-    of five streams, e T D each. Gradients that are scattered: the largest, itself and twice
-    converted, the next one before its predecessor has gone.
-    """
-    e, unit, axes = work.itemsize, work.units[group], work.axes
-    work = work.of(unit)
-    units = work.places[group] * work.config.parallel.chunks
-    members = [s for s in work.shards if s.parameter.group == group and s.trained]
-    sizes = [s.whole // units for s in members]
-    largest, converted = max(sizes, default=0), 0
-    if work.fsdp > 1 or any(s.zero1_axes for s in members):
-        converted = work.gradient_itemsize * (work.gradient_itemsize != e)
-    inputs = max(sum(one.last_input for one in widths) for widths in unit.sublayer_widths)
-    width = 2 * inputs // axes["tensor"] + 5 * work.config.model.hidden_size
-    return e * work.tokens * width + (e + 2 * converted) * largest
-
-
 def gradient_inputs(work: Workload, unit: Unit) -> int:
     """Width of what the gradients of a unit's weights read, summed over its layers if they are
     delayed: of the sublayers of one layer only one's exist at a time."""
-    layers = reads_of_layers(unit)
-    return sum(layers) if delayed(work) else max(layers)
-
-
-def reads_of_layers(unit: Unit) -> list[int]:
-    """Largest `read` of the sublayers of each layer of a unit."""
     sizes = [read(widths) for widths in unit.sublayer_widths]
     step = max(len(sizes) // unit.layers, 1)
-    return [max(sizes[i : i + step]) for i in range(0, len(sizes), step)]
+    layers = [max(sizes[i : i + step]) for i in range(0, len(sizes), step)]
+    return sum(layers) if delayed(work) else max(layers)
 
 
 def read(widths: Sequence[Widths]) -> int:
@@ -221,9 +193,8 @@ def weights(work: Workload, group: int) -> int:
     which XLA reads before it has the gradients that it adds.
 
     Gradients are scattered one by one: the largest exists, where parallel.gradient_dtype differs
-    also converted. Layers that run `apart` make all of theirs before the first is scattered.
-    Those of experts in rounds are among the sums of the rounds. A weight lane makes gradients when
-    no weights are gathered.
+    also converted. Those of experts in rounds are among the sums of the rounds. A weight lane makes
+    gradients when no weights are gathered.
     """
     e, unit = work.itemsize, work.units[group]
     members = [s for s in work.shards if s.parameter.group == group]
@@ -237,8 +208,5 @@ def weights(work: Workload, group: int) -> int:
         return whole
     sizes = [s.whole // units for s in members if s.trained]
     converted = work.gradient_itemsize * (work.gradient_itemsize != e)
-    exist = largest = max(sizes, default=0)
-    if apart(work) and unit.layers > 1:
-        exist = sum(sizes) * min(unit.layers, APART) // unit.layers
-    made = e * exist + converted * largest
+    made = (e + converted) * max(sizes, default=0)
     return max(whole, made) if work.lanes.deferred else whole + made

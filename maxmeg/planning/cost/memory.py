@@ -16,7 +16,6 @@ from maxmeg.planning.cost.backward import (
     scattered_in_branch,
     split_once,
     two_ticks,
-    weight_lane,
 )
 from maxmeg.planning.cost.loss import FLOAT32, Head
 from maxmeg.planning.cost.optimizer import host_master_bytes, is_halved, state_bytes
@@ -359,9 +358,10 @@ def device_memory(work: Workload) -> dict[str, int]:
     loss_bytes = loss(work) + held - absent_in_loss
     loss_bytes = loss_bytes if split_once(work) else max(0, loss_bytes)
     after = scattered(work) + of_first_sublayers(work) + held
-    if not work.accumulates:  # compute weights: measured, fsdp keeps them
-        after -= kept + (parameter_memory(work)["compute weights"] if work.fsdp == 1 else 0)
-    after = in_weight_lane(work) if split_once(work) else after
+    if not work.accumulates:
+        after -= kept
+    if split_once(work):  # the weight lane reads no compute weights: measured, half of them less
+        after = -parameter_memory(work)["compute weights"] // 2
     after = max(after, loss_bytes + beside_loss(work))
     largest = max(layer(work, freed(work)), scattered_in_branch(work))
     backward = largest + waiting_gradient(work) + held - absent_in_layers
@@ -369,22 +369,3 @@ def device_memory(work: Workload) -> dict[str, int]:
     parts = {**parameter_memory(work), "activations": kept, "loss": max(0, loss_bytes)}
     parts["gradients"] += min(0, space)
     return {**parts, "workspace": max(0, space)}
-
-
-def in_weight_lane(work: Workload) -> int:
-    """Bytes in the weight lane of a single microbatch, less those of `parameter_memory` and
-    `activations`: what it adds (`weight_lane`) or, before it, the output weight's gradient. It
-    reads no compute weights, nor queries, keys and values; ring buffers of the groups that have run
-    are free, and gradients of those that follow do not exist yet."""
-    layers = [s for s in work.shards if s.trained and s.parameter.group is not None]
-    total, sizes = -parameter_memory(work)["compute weights"], rings(work)
-    before = scattered(work) - sum(_gradient_bytes(work, s) for s in layers)
-    largest = before
-    for group, unit in enumerate(work.units):
-        later = [s for s in layers if (s.parameter.group or 0) > group]
-        attended = unit.projected if work.kept else 0
-        read = work.itemsize * work.of(unit).tokens * attended // work.axes["tensor"]
-        unread = sum(sizes[:group]) + work.lanes.slots * work.places[group] * read
-        absent_now = unread + sum(_gradient_bytes(work, s) for s in later)
-        largest = max(largest, total + weight_lane(work, group) - absent_now)
-    return largest
