@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from maxmeg.config import files
 from maxmeg.config.model import DType
 from maxmeg.config.schema import Config, Masters
 from maxmeg.models.lm import LM, language_model
@@ -19,13 +18,6 @@ from maxmeg.parallel.parameter import is_variable
 from maxmeg.parallel.rules import storage_specs
 from maxmeg.parallel.trainable import joined, trained
 from maxmeg.processes.host import host_sharding, is_on_host
-
-CHECKPOINTS = files.CHECKPOINTS
-VOCABULARY_TABLES = (
-    "embedding.table",
-    "output.table",
-    "bert.output.bias",
-)  # padded along dimension 0
 
 
 @jax.tree_util.register_dataclass

@@ -13,12 +13,12 @@ from maxmeg.checkpoint.manager import Checkpointer
 from maxmeg.checkpoint.names import nested, to_arrays
 from maxmeg.checkpoint.resume import resume, start
 from maxmeg.config import files
+from maxmeg.config.files import CHECKPOINTS
 from maxmeg.config.model import Position
 from maxmeg.config.named import load_config
 from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.positions import RotaryScaling
 from maxmeg.config.schema import Config
-from maxmeg.state import CHECKPOINTS
 
 LAYOUT: dict = {"pipe": 2, "fsdp": 2, "tensor": 2}
 

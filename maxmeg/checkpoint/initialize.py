@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from maxmeg.checkpoint.disk import from_disk, on_disk
 from maxmeg.checkpoint.integrity import CorruptCheckpointError, Manifest
 from maxmeg.checkpoint.manager import Checkpointer
-from maxmeg.checkpoint.names import from_tree, nested, to_arrays
+from maxmeg.checkpoint.names import VOCABULARY_TABLES, from_tree, nested, to_arrays
 from maxmeg.checkpoint.regrouping import Regrouping
 from maxmeg.checkpoint.storage import row_orders
 from maxmeg.checkpoint.upcycling import Upcycling
@@ -26,7 +26,7 @@ from maxmeg.ops.random import split
 from maxmeg.optim.storage import whole
 from maxmeg.parallel.trainable import frozen, joined, trained, without
 from maxmeg.processes.host import to_device
-from maxmeg.state import VOCABULARY_TABLES, TrainState, init_state, shardings_of
+from maxmeg.state import TrainState, init_state, shardings_of
 
 log = logging.getLogger("maxmeg")
 Base = dict[str, typing.Any]  # identity of a frozen base: folder, step, digest; {}: no base

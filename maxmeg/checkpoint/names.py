@@ -5,6 +5,9 @@ import typing
 
 import jax
 
+# Ends of the names of arrays that are padded along dimension 0.
+VOCABULARY_TABLES = ("embedding.table", "output.table", "bert.output.bias")
+
 
 def array_name(path) -> str:
     """Name of an array on disk: "model.stack.groups.0.sublayers.1.norm.weight"."""

@@ -19,7 +19,7 @@ from maxmeg.checkpoint.initialize import (
 )
 from maxmeg.checkpoint.integrity import Manifest, flatten
 from maxmeg.checkpoint.manager import Checkpointer
-from maxmeg.checkpoint.names import from_tree, nested, to_arrays
+from maxmeg.checkpoint.names import VOCABULARY_TABLES, from_tree, nested, to_arrays
 from maxmeg.checkpoint.restore import check_tree
 from maxmeg.config import files
 from maxmeg.config.initial import first_difference
@@ -28,7 +28,7 @@ from maxmeg.config.schema import Config, Moments
 from maxmeg.optim.build import make_optimizer
 from maxmeg.optim.scaling import Scaler, first_scaler
 from maxmeg.parallel.trainable import joined, saved, trained
-from maxmeg.state import VOCABULARY_TABLES, TrainState, abstract_state, shardings_of
+from maxmeg.state import TrainState, abstract_state, shardings_of
 
 
 @dataclasses.dataclass(frozen=True)

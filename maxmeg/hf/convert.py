@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from maxmeg.checkpoint.names import VOCABULARY_TABLES
 from maxmeg.checkpoint.stream import StreamWriter, TensorInfo
 from maxmeg.config import files
 from maxmeg.config.data import DataConfig, Objective
@@ -55,7 +56,6 @@ from maxmeg.hf.trained import (
     newest,
 )
 from maxmeg.runtime.screen import tracked
-from maxmeg.state import VOCABULARY_TABLES
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,6 +23,7 @@ from jax.sharding import SingleDeviceSharding
 from maxmeg.checkpoint import integrity
 from maxmeg.checkpoint.integrity import CorruptCheckpointError, Manifest, Tensor
 from maxmeg.checkpoint.manager import Checkpointer, NoCheckpointError, Tree, in_structure
+from maxmeg.checkpoint.names import VOCABULARY_TABLES
 from maxmeg.checkpoint.restore import check_tree, target_of
 from maxmeg.checkpoint.storage import Order
 from maxmeg.checkpoint.stream import Index, StreamReader, TensorInfo, as_index, row_blocks
@@ -42,7 +43,6 @@ from maxmeg.hf.formats.safetensors import DTYPES
 from maxmeg.hf.formats.torch_files import open_weights
 from maxmeg.hf.matching import find_tokenizer, match, model_of, open_folder
 from maxmeg.processes.host import HOST
-from maxmeg.state import VOCABULARY_TABLES
 
 MASTER = DTYPES["F32"]
 SAMPLED = 512  # most tensors whose first and last rows are part of a digest

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from maxmeg.checkpoint.names import VOCABULARY_TABLES
 from maxmeg.config.model import DType, ModelConfig
 from maxmeg.config.options import Quantize
 from maxmeg.config.positions import RotaryScaling
@@ -26,7 +27,6 @@ from maxmeg.hf.formats import gguf
 from maxmeg.hf.formats.gguf_tokenizer import PREFIX, TEMPLATE, tokenizer_fields
 from maxmeg.hf.trained import TrainedModel
 from maxmeg.runtime.screen import tracked
-from maxmeg.state import VOCABULARY_TABLES
 
 # Type of the matrices, and the number of llama.cpp for a file of it (general.file_type).
 TYPES: Mapping[DType | Quantize, tuple[str, int]] = {

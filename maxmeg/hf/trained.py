@@ -8,6 +8,7 @@ import numpy as np
 
 from maxmeg.checkpoint.initialize import check_base
 from maxmeg.checkpoint.integrity import Manifest, some
+from maxmeg.checkpoint.names import VOCABULARY_TABLES
 from maxmeg.checkpoint.resume import check_averages
 from maxmeg.checkpoint.stream import StreamReader
 from maxmeg.config import files
@@ -31,7 +32,6 @@ from maxmeg.hf.formats.quantized import QUANTIZATION
 from maxmeg.hf.formats.safetensors import DTYPES, read_json
 from maxmeg.hf.mup import folded, plain_model
 from maxmeg.layers.lora import merged_weight
-from maxmeg.state import VOCABULARY_TABLES
 
 CARRIED = "huggingface"  # folder of a run with the small files that its model was imported with
 WRITTEN = {

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from maxmeg.checkpoint.disk import orders_of, to_tree
 from maxmeg.checkpoint.initialize import base_of
 from maxmeg.checkpoint.manager import Checkpointer
-from maxmeg.checkpoint.names import to_arrays
+from maxmeg.checkpoint.names import VOCABULARY_TABLES, to_arrays
 from maxmeg.config import files, values
 from maxmeg.config.files import checkpoint_folder
 from maxmeg.config.model import DType
@@ -46,7 +46,6 @@ from maxmeg.parallel.mesh import local_mesh, sizes_of
 from maxmeg.parallel.rules import storage_specs
 from maxmeg.parallel.trainable import trained
 from maxmeg.planning.cost.parameters import num_parameters
-from maxmeg.state import VOCABULARY_TABLES
 
 Messages = Sequence[Mapping[str, typing.Any]]  # [{"role": "user", "content": ...}, ...]
 Prompt = str | Messages

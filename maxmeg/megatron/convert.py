@@ -23,7 +23,9 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from maxmeg.checkpoint.integrity import some
+from maxmeg.checkpoint.names import VOCABULARY_TABLES
 from maxmeg.checkpoint.stream import TensorInfo
+from maxmeg.config.files import CHECKPOINTS
 from maxmeg.config.initial import FREE
 from maxmeg.config.mixers import Activation, QkNorm
 from maxmeg.config.model import ModelConfig, Norm, Position
@@ -44,7 +46,6 @@ from maxmeg.megatron import experts as megatron_experts
 from maxmeg.megatron.experts import Arguments, chosen
 from maxmeg.megatron.torch_dist import METADATA, TorchDistReader
 from maxmeg.runtime.screen import tracked
-from maxmeg.state import CHECKPOINTS, VOCABULARY_TABLES
 
 # Name of a tensor in the checkpoint, and an index into it: of a layer, an expert, or both.
 Piece = tuple[str, tuple[int, ...]]

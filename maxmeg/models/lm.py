@@ -65,6 +65,7 @@ class LM(Ends):
         self.relative = RelativeTables(*relative) if is_relative else None
         has_norm, plain = config.has("layer_embedding"), NormSpec(eps=config.norm_eps)
         self.embedding_norm = Norm(config.layer_embedding.size, plain) if has_norm else None
+        # Positions in the source begin anew after so many tokens: with the next neighbour.
         self.source_length = config.retro.neighbour_length or np.iinfo(np.int32).max
         has_two = config.head.biencoder is Biencoder.separate
         self.query = Ends(keys["query"], config.one_encoder, padded) if has_two else None

@@ -24,6 +24,7 @@ from maxmeg.checkpoint.names import to_arrays
 from maxmeg.checkpoint.resume import resume
 from maxmeg.config import files
 from maxmeg.config.errors import report
+from maxmeg.config.files import CHECKPOINTS
 from maxmeg.config.flags import run_command
 from maxmeg.config.model import Norm
 from maxmeg.config.schema import Optimizer
@@ -32,7 +33,7 @@ from maxmeg.inference.load import load_run
 from maxmeg.optim.build import make_optimizer
 from maxmeg.processes import multihost
 from maxmeg.runtime.faults.lock import lock_folder, lock_run
-from maxmeg.state import CHECKPOINTS, TrainState, abstract_state
+from maxmeg.state import TrainState, abstract_state
 
 TOKENIZER = "null:60"
 WIDTHS = {1: 32, 2: 32, 3: 64}  # hidden size by step: the newest checkpoint is of another model

@@ -10,11 +10,11 @@ from tables import thinned
 from maxmeg.checkpoint.manager import Checkpointer
 from maxmeg.checkpoint.names import array_name, nested, to_arrays
 from maxmeg.config import files
+from maxmeg.config.files import CHECKPOINTS
 from maxmeg.config.initial import changes
 from maxmeg.config.mixers import Activation, RouterScore
 from maxmeg.config.setting import with_fields
 from maxmeg.models.lm import LM
-from maxmeg.state import CHECKPOINTS
 
 SAME = 1e-5  # absolute, of logits about 1: the order of sums differs
 WIDTH = 48

@@ -11,12 +11,12 @@ from maxmeg.checkpoint.initialize import base_of
 from maxmeg.checkpoint.manager import Checkpointer
 from maxmeg.checkpoint.names import to_arrays
 from maxmeg.config import files
+from maxmeg.config.files import CHECKPOINTS
 from maxmeg.hf import convert
 from maxmeg.hf.families.binding import Place
 from maxmeg.hf.formats.safetensors import SafetensorsFolder
 from maxmeg.hf.trained import TrainedModel
 from maxmeg.inference.load import load_run
-from maxmeg.state import CHECKPOINTS
 
 
 def save(folder, config, state) -> None:

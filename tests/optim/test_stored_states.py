@@ -17,11 +17,12 @@ from maxmeg.checkpoint.manager import Checkpointer
 from maxmeg.checkpoint.names import to_arrays
 from maxmeg.checkpoint.resume import resume
 from maxmeg.config import files
+from maxmeg.config.files import CHECKPOINTS
 from maxmeg.config.model import DType
 from maxmeg.config.schema import Config, Masters, Moments, OptimConfig, Optimizer
 from maxmeg.config.setting import with_fields
 from maxmeg.inference.load import load_run
-from maxmeg.state import CHECKPOINTS, TrainState
+from maxmeg.state import TrainState
 from maxmeg.step import make_train_step
 
 TOKENIZER = "null:60"

@@ -14,7 +14,7 @@ import transformers
 from hf_cases import VOCAB, YARN, families, gated, sparse, with_states
 from safetensors.numpy import load_file, save_file
 
-from maxmeg.checkpoint.names import array_name
+from maxmeg.checkpoint.names import VOCABULARY_TABLES, array_name
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.setting import get, walk, with_fields
 from maxmeg.hf.families.read import (
@@ -30,7 +30,6 @@ from maxmeg.hf.families.read import (
     unused_arrays,
 )
 from maxmeg.models.lm import LM
-from maxmeg.state import VOCABULARY_TABLES
 
 LOGITS = 1e-5  # largest error over the scale of the logits
 GRADIENTS = 1e-4  # largest error over the largest gradient of each array

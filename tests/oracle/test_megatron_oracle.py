@@ -21,6 +21,7 @@ import torch
 from maxmeg import convert
 from maxmeg.checkpoint.stream import StreamReader
 from maxmeg.config import files
+from maxmeg.config.files import CHECKPOINTS
 from maxmeg.config.flags import names_config, run_command
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.schema import Config
@@ -31,7 +32,6 @@ from maxmeg.layers.context import Context
 from maxmeg.megatron.convert import import_megatron
 from maxmeg.megatron.hybrid import pattern
 from maxmeg.megatron.torch_dist import TorchDistReader, UnsafePickleError
-from maxmeg.state import CHECKPOINTS
 
 LOGITS = 1e-5  # largest error over the scale of the logits
 MAKER = Path(megatron_model.__file__)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import jax
 
-from maxmeg.checkpoint.names import array_name
+from maxmeg.checkpoint.names import VOCABULARY_TABLES, array_name
 from maxmeg.config.context import KINDS
 from maxmeg.config.initial import FREE
 from maxmeg.config.layers import SHARED, Layer, places
@@ -32,7 +32,6 @@ from maxmeg.hf.families.keys import TOKENS, Keys, resolved, with_layers
 from maxmeg.hf.families.mamba import LetteredMtp
 from maxmeg.hf.families.tables import Family, Modules, MtpNames
 from maxmeg.models.lm import LM
-from maxmeg.state import VOCABULARY_TABLES
 
 Shape = tuple[int, ...]
 START_TOKEN = "decoder_start_token_id"
