@@ -148,7 +148,9 @@ class Ends(nnx.Module):
         temperature: float = 1.0,
     ) -> Float[Array, "B L"]:
         """Log-probability of each target under logits / temperature, at the memory of
-        `token_losses`. Gradients reach `h_BLD` and the output weights."""
+        `token_losses`. Gradients reach `h_BLD` and the output weights; as with `token_losses`, and
+        unlike with `logits`, each device that shares the vocabulary differentiates the whole loss
+        of its tokens, not its part."""
         train = train or TrainConfig()
         cap, chunk = self.softcap / temperature, train.loss_chunk
         spec = CrossEntropySpec(self.vocab_size, softcap=cap, chunk=chunk)
