@@ -29,7 +29,7 @@ from maxmeg.planning.analytic import analyze
 from maxmeg.planning.compile import compile_report
 from maxmeg.planning.hardware import GPUS_A_NODE, parse_cluster
 from maxmeg.planning.search import divisors
-from maxmeg.planning.show.text import gib
+from maxmeg.planning.show.tables import gib
 
 GPUS = (1, 2, 4, 8, 16, 32, 64, 128)
 AXES = ("tensor", "pipe", "data", "expert")  # fsdp takes the remaining GPUs

@@ -20,7 +20,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from maxmeg.config.options import Doctor as Options
-from maxmeg.planning.show.text import aligned
+from maxmeg.pages.table import aligned
 from maxmeg.processes import multihost
 from maxmeg.runtime.gpu_environment import set_gpu_environment
 from maxmeg.runtime.preflight import Speeds, all_reduce_gb, environment, kinds, slow_devices, speeds

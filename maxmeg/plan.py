@@ -31,7 +31,8 @@ from maxmeg.planning.hardware import Cluster, parse_cluster
 from maxmeg.planning.remedies import flags_text, remedies
 from maxmeg.planning.search import check_count, search
 from maxmeg.planning.show.page import plan_html
-from maxmeg.planning.show.text import Choice, Plan, plan_json, plan_of, plan_text
+from maxmeg.planning.show.tables import Choice
+from maxmeg.planning.show.text import Plan, plan_json, plan_of, plan_text
 from maxmeg.planning.show.timeline import timeline_svg
 from maxmeg.runtime.platform import choose_platform
 

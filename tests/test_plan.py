@@ -10,7 +10,8 @@ from maxmeg import plan
 from maxmeg.config.flags import run_command
 from maxmeg.config.schema import Config
 from maxmeg.planning.report import Collective, Compiled
-from maxmeg.planning.show.text import GIB, VERSION
+from maxmeg.planning.show.tables import GIB
+from maxmeg.planning.show.text import VERSION
 
 BALANCED = "11, 11, 11, 19 layers, balanced by cost: the most expensive has 1.49 of the mean"
 PIPELINE = ["--parallel.pipe=8", "--parallel.tensor=8"]

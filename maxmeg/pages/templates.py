@@ -1,9 +1,7 @@
 """The Jinja templates of this folder, and what they are given."""
 
 import base64
-import dataclasses
 import hashlib
-from collections.abc import Sequence
 
 import jinja2
 
@@ -20,31 +18,6 @@ COLOURS = {  # in light and in dark mode; on: text on the accent
     "bad": ("#b3261e", "#ff9d90"),
 }
 SERIES = ("#4c84e6", "#2fa37c", "#e8a33d", "#c65f8f", "#7d6bd6", "#45a6c4", "#b58863", "#8a94a6")
-
-
-@dataclasses.dataclass(frozen=True)
-class Marked:
-    """A text that looks different. look: good, bad, bold or code."""
-
-    text: str
-    look: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Table:
-    """Rows of texts below the names of their columns, if any has a name.
-
-    kinds: a letter per column: l text, w long text, n number, f a bar filled to this fraction. On
-    narrow screens a table with long text becomes a list of rows, each number with its name.
-    tint: number of the colour of all bars; None: each row has its own. swatches: rows begin with
-    a square of their colour.
-    """
-
-    header: Sequence[str]
-    rows: Sequence[Sequence[str | float | Marked]]
-    kinds: str
-    tint: int | None = None
-    swatches: bool = False
 
 
 def colour(index: int) -> str:

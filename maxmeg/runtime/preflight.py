@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from maxmeg.pages.table import aligned
 from maxmeg.planning.hardware import gpu
-from maxmeg.planning.show.text import aligned
 from maxmeg.runtime.metrics.memory import memory_limit
 from maxmeg.runtime.metrics.progress import memory_size
 

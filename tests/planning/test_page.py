@@ -9,7 +9,8 @@ import pytest
 from maxmeg.pipeline.schedule import one_f_one_b
 from maxmeg.planning.report import MARGIN, Analytic, Collective, Compiled, Traffic
 from maxmeg.planning.show.page import plan_html
-from maxmeg.planning.show.text import GIB, Choice, Plan, verdict
+from maxmeg.planning.show.tables import GIB, Choice
+from maxmeg.planning.show.text import Plan, verdict
 
 ANALYTIC = Analytic(
     parameters={"embedding": 1_000, "mlp": 3_000},

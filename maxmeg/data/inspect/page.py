@@ -6,7 +6,8 @@ from pathlib import Path
 from maxmeg.data.corpus.stored import write_atomically
 from maxmeg.data.inspect.composition import SplitUse
 from maxmeg.data.inspect.contents import Inspection, bin_range
-from maxmeg.pages.templates import Marked, Table, render
+from maxmeg.pages.table import Marked, Table
+from maxmeg.pages.templates import render
 
 
 def check_report(path: str) -> None:

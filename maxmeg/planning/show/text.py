@@ -12,43 +12,19 @@ from maxmeg.config.schema import Config
 from maxmeg.config.stages import is_balanced, units_of_chunks
 from maxmeg.config.validate import axis_sizes, validate
 from maxmeg.models.mixers import unit_costs
+from maxmeg.pages.table import aligned
 from maxmeg.pipeline.schedule import SCHEDULES, Table, bubble, live
-from maxmeg.planning.report import MARGIN, Analytic, Collective, Compiled, Traffic
-from maxmeg.runtime.metrics.progress import quantity
+from maxmeg.planning.report import MARGIN, Analytic, Compiled
+from maxmeg.planning.show import tables
+from maxmeg.planning.show.tables import GIB, Choice, gib
 
 VERSION = 1  # of the JSON: raised when a field changes its meaning or goes away
-GIB = 2**30
 MEMORY_TITLE = "memory per device, estimated"
-HOST_TITLE = "pinned host memory per GPU, estimated"
-SHORT = 0.1  # seconds; shorter steps are shown in milliseconds
-TRAFFIC_HEADER = ["purpose", "kind", "runs", "GiB sent", "ms"]
-CHOICE_HEADER = ["step", "tokens/s/GPU", "MFU, estimate", "bubble", "GiB"]
-DAY = 86_400  # seconds
 SCHEDULE_TITLES = {
     "one_f_one_b": "1F1B",
     "zero_bubble": "Zero bubble",
     "forward_only": "Forward only",
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """A layout of a search. settings: values by flag name."""
-
-    settings: dict[str, int | str | bool]
-    analytic: Analytic
-    compiled: Compiled | None = None
-
-    @property
-    def layout(self) -> str:
-        """ "tensor 8, pipe 4, recompute full", without sizes of 1."""
-        single_stage = self.settings.get("parallel.pipe") == 1
-        words = [
-            f"{path.rpartition('.')[2].replace('_', ' ')} {value}"
-            for path, value in self.settings.items()
-            if value not in (0, 1) and not (single_stage and path == "parallel.schedule")
-        ]
-        return ", ".join(words + ["offload"] * bool(self.settings.get("optim.offload")))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,29 +153,23 @@ def heading(plan: Plan) -> str:
 
 def analytic_text(report: Analytic) -> str:
     """Parameters, and estimates of memory, time and communication."""
-    count = sum(report.parameters.values())
-    parameters = [[f"  {name}", f"{number:,}"] for name, number in report.parameters.items()]
-    modes = [[f"  {mode}", gib(size)] for mode, size in report.activations.items()]
-    seconds = [
-        *([f"  {name}", time] for name, time in times(report).items()),
-        ["  FLOPs", f"{report.flops:.3e}"],
-        *([f"  {name}", speed] for name, speed in speeds(report).items()),
-    ]
+    step = tables.step_time(report)
+    speeds = {"FLOPs": f"{report.flops:.3e}", **tables.speeds(report)}
+    step = dataclasses.replace(step, rows=[*step.rows, *([*row, ""] for row in speeds.items())])
+    host = report.host_memory
     blocks = [
-        aligned([["parameters", ""], *parameters, ["  total", f"{count:,}"]], right=1),
+        tables.parameters(report).lines("parameters"),
         [
             *memory_table(report.memory, "memory per GPU, estimated"),
             f"  {verdict(report)}",
-            *(["", *memory_table(report.host_memory, HOST_TITLE)] if report.host_memory else ()),
+            *(["", *memory_table(host, "pinned host memory per GPU, estimated")] if host else ()),
             *remedies_text(report),
         ],
-        aligned([["activations by recompute mode", "GiB"], *modes], right=1),
-        aligned([["step time, estimated", ""], *seconds], right=1),
+        tables.activations(report).lines("activations by recompute mode"),
+        step.lines("step time, estimated"),
     ]
     if report.traffic:
-        header = ["communication per step", *TRAFFIC_HEADER]
-        rows = [[f"  {row.axis}", *traffic_cells(row)] for row in report.traffic]
-        blocks.append(aligned([header, *rows], right=4))
+        blocks.append(tables.traffic(report).lines("communication per step"))
     return "\n\n".join("\n".join(block) for block in blocks)
 
 
@@ -207,7 +177,7 @@ def compiled_text(report: Compiled) -> str:
     """The compiler's report on the step."""
     blocks = [
         [
-            *memory_table(compiled_memory(report), "compiled: memory per GPU"),
+            *memory_table(tables.compiled_memory(report), "compiled: memory per GPU"),
             f"  {verdict(report)}",
             *([f"  and {gib(report.host)} GiB of pinned host memory"] if report.host else ()),
         ],
@@ -217,33 +187,10 @@ def compiled_text(report: Compiled) -> str:
         ],
     ]
     if report.collectives:
-        header = ["collectives", "kind", "", "instructions", "runs", "exposed", "GiB"]
-        rows = [
-            [
-                f"  {'+'.join(c.axes) or '-'}",
-                c.kind,
-                ("async" if c.asynchronous else "sync") + ", if needed" * c.unbounded,
-                *collective_cells(c),
-            ]
-            for c in merged(report.collectives)
-        ]
-        blocks.append(aligned([header, *rows], right=4))
+        blocks.append(tables.collectives(report).lines("collectives"))
     if report.kernels:
-        rows = [[f"  {name}", f"{runs:,}"] for name, runs in report.kernels.items()]
-        blocks.append(aligned([["custom kernels", "runs"], *rows], right=1))
+        blocks.append(tables.kernels(report).lines("custom kernels"))
     return "\n\n".join("\n".join(block) for block in blocks)
-
-
-def speeds(report: Analytic) -> dict[str, str]:
-    """Return the estimated speed in the units in which speeds are published."""
-    days = 1e12 / report.tokens_per_second / DAY
-    return {
-        "tokens per second": quantity(report.tokens_per_second),
-        "tokens/s per GPU": f"{report.tokens_per_second / report.devices:,.0f}",
-        "TFLOP/s per GPU": f"{report.flops / report.step_seconds / report.devices / 1e12:.0f}",
-        "MFU, estimate": f"{report.mfu:.1%}",
-        "days for 1T tokens": f"{days:,.1f}",
-    }
 
 
 def schedule_title(table: Table) -> str:
@@ -284,49 +231,9 @@ def schedule_text(table: Table) -> str:
     return "\n".join(textwrap.fill(line, 96, subsequent_indent=" " * width) for line in lines)
 
 
-def traffic_cells(row: Traffic) -> list[str]:
-    """Cells below TRAFFIC_HEADER."""
-    milliseconds = f"{row.seconds * 1e3:.1f}"
-    return [row.purpose, row.kind, f"{row.runs:,}", gib(row.volume), milliseconds]
-
-
-def collective_cells(row: Collective) -> list[str]:
-    """Instructions, runs, exposed runs and GiB of a row of `merged`."""
-    return [f"{row.instructions:,}", f"{row.runs:,}", f"{row.exposed:,}", gib(row.volume)]
-
-
-def choice_cells(report: Analytic) -> list[str]:
-    """Cells below CHOICE_HEADER."""
-    return [
-        times(report)["step"],
-        f"{report.tokens_per_second / report.devices:,.0f}",
-        f"{report.mfu:.1%}",
-        f"{report.bubble_fraction:.1%}",
-        gib(report.total),
-    ]
-
-
-def merged(collectives: Sequence[Collective]) -> list[Collective]:
-    """One row per kind, axes, asynchrony and boundedness, whatever the number of runs."""
-    rows: dict[tuple, Collective] = {}
-    for new in collectives:
-        key = (new.axes, new.kind, new.asynchronous, new.unbounded)
-        counts = ("instructions", "runs", "volume", "exposed")
-        old = rows.get(key, dataclasses.replace(new, **dict.fromkeys(counts, 0)))
-        sums = {name: getattr(old, name) + getattr(new, name) for name in counts}
-        rows[key] = dataclasses.replace(new, **sums)
-    return list(rows.values())
-
-
 def choices_text(choices: Sequence[Choice]) -> str:
     """The ranked layouts, with the compiler's memory if known."""
-    compiled = any(choice.compiled for choice in choices)
-    rows = [["layouts, best first", *CHOICE_HEADER] + ["compiled GiB"] * compiled]
-    for rank, choice in enumerate(choices, 1):
-        row = [f"  {rank:2}  {choice.layout}", *choice_cells(choice.analytic)]
-        shown = choice.compiled and gib(choice.compiled.total) + "!" * (not choice.compiled.fits)
-        rows.append(row + [shown or ""] * compiled)
-    lines = aligned(rows, right=5 + compiled)
+    lines = tables.choices(choices).lines("layouts, best first")
     if any(choice.compiled and not choice.compiled.fits for choice in choices):
         lines.append("  ! does not fit, according to the compiler")
     return "\n".join(lines)
@@ -354,37 +261,8 @@ def remedies_text(report: Analytic) -> list[str]:
         return [
             "  no change of recomputation, microbatches and mesh fits: --search tries all layouts"
         ]
-    rows = [[f"    {r.flags}", gib(r.total), f"x {r.slowdown:.2f}"] for r in report.remedies]
-    return aligned([["  any one of these makes it fit", "GiB", "step"], *rows], right=2)
-
-
-def parts_of_step(report: Analytic) -> dict[str, float]:
-    """Seconds of a step: compute, bubble, exposed communication and transfers to host memory."""
-    busy = report.compute_seconds + report.communication_seconds + report.offload_seconds
-    parts = {
-        "compute": report.compute_seconds,
-        "bubble": max(report.step_seconds - busy, 0.0),
-        "communication, exposed": report.communication_seconds,
-    }
-    host = {"host memory, exposed": report.offload_seconds} if report.host_memory else {}
-    return parts | host
-
-
-def times(report: Analytic) -> dict[str, str]:
-    """The parts of a step and their sum, all in seconds or all in milliseconds."""
-    parts = parts_of_step(report) | {"step": report.step_seconds}
-    scale, unit = (1, "s") if report.step_seconds >= SHORT else (1000, "ms")
-    return {name: f"{scale * seconds:,.3f} {unit}" for name, seconds in parts.items()}
-
-
-def compiled_memory(report: Compiled) -> dict[str, int]:
-    """Bytes per device by the compiler's count."""
-    parts = {
-        "state and batch": report.arguments,
-        "temporaries": report.temporaries,
-        "other outputs": report.outputs_not_aliased,
-    }
-    return {name: size for name, size in parts.items() if size}
+    table = tables.remedies(report)
+    return [f"  {line}" for line in table.lines(table.header[0])]
 
 
 def plan_json(plan: Plan) -> str:
@@ -412,30 +290,9 @@ def plan_json(plan: Plan) -> str:
     )
 
 
-def gib(size: float) -> str:
-    """Bytes as GiB with two decimals."""
-    amount = size / GIB
-    return "<0.01" if 0 < amount < 0.005 else f"{amount:,.2f}"
-
-
-def aligned(rows: Sequence[Sequence[str]], right: int = 0) -> list[str]:
-    """Rows with the same number of cells as lines, the last `right` columns flush right."""
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    left = len(widths) - right
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(width) if column < left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return lines
-
-
-def memory_table(memory: dict[str, int], title: str = MEMORY_TITLE) -> list[str]:
+def memory_table(parts: dict[str, int], title: str = MEMORY_TITLE) -> list[str]:
     """Lines of a table of bytes by purpose, in GiB, and their sum."""
-    rows = [[f"  {name}", gib(size)] for name, size in memory.items() if size]
-    return aligned([[title, "GiB"], *rows, ["  total", gib(sum(memory.values()))]], right=1)
+    return tables.memory(parts, 0).lines(title)
 
 
 def _report(report: Analytic | Compiled | None) -> dict | None:

@@ -13,9 +13,11 @@ import jax
 
 from maxmeg.config.flags import names_config
 from maxmeg.config.schema import Config
+from maxmeg.pages.table import aligned
 from maxmeg.planning.hardware import cluster_name
 from maxmeg.planning.remedies import largest_savings, planned_memory
-from maxmeg.planning.show.text import aligned, gib, memory_table
+from maxmeg.planning.show.tables import gib
+from maxmeg.planning.show.text import memory_table
 from maxmeg.processes import multihost
 from maxmeg.runtime.metrics.memory import memory_limit
 from maxmeg.runtime.metrics.progress import memory_size

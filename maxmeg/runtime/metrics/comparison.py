@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 
 from maxmeg.config.options import PlotAxis
 from maxmeg.pages.chart import Chart, Curve
-from maxmeg.pages.templates import Table, colour, render
+from maxmeg.pages.table import Table
+from maxmeg.pages.templates import colour, render
 from maxmeg.runtime.metrics.plots import METRICS_FILE, smooth
 from maxmeg.runtime.metrics.progress import duration, quantity, tokens_are_bytes
 
