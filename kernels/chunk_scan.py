@@ -114,12 +114,12 @@ class Shared(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """ready, free: of a slot. written, read: the two buffers that both consumers multiply."""
+    """ready, free: of a slot. writes, reads: the two buffers that both consumers multiply."""
 
     ready: Any
     free: Any
-    written: Any
-    read: Any
+    writes: Any
+    reads: Any
 
 
 class Program(NamedTuple):
@@ -270,8 +270,8 @@ def barriers_type(plan: Plan) -> Barriers:
     return Barriers(
         ready=plgpu.Barrier(num_barriers=plan.stages, num_arrivals=copies),
         free=plgpu.Barrier(num_barriers=plan.stages, num_arrivals=CONSUMERS),
-        written=both,
-        read=both,
+        writes=both,
+        reads=both,
     )
 
 
@@ -347,7 +347,7 @@ def scan_chunk(
     values = mosaic.load(shared.v.at[slot, rows], MATRIX).astype(jnp.float32)
     factors = decays.reads if plan.is_reverse else decays.leaves
     values = values * spread(factors, values.shape)
-    pl.when(step > 0)(lambda: plgpu.barrier_wait(barriers.read.at[0]))
+    pl.when(step > 0)(lambda: plgpu.barrier_wait(barriers.reads.at[0]))
     scaled_buffer.at[rows][...] = values.astype(DTYPE)
     if plan.has_states:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -359,8 +359,8 @@ def scan_chunk(
         target = program.arrays.states_BCHNP.at[program.batch, chunk, program.head]
         for tile in tiles:
             plgpu.copy_smem_to_gmem(state_buffer.at[tile], target.at[tile])
-    plgpu.barrier_arrive(barriers.written.at[0])
-    plgpu.barrier_wait(barriers.written.at[0])
+    plgpu.barrier_arrive(barriers.writes.at[0])
+    plgpu.barrier_wait(barriers.writes.at[0])
 
     def multiply(accumulators: Any) -> None:
         for tile, state_ref in zip(tiles, accumulators, strict=False):
@@ -373,7 +373,7 @@ def scan_chunk(
     if plan.has_output:
         sums += [mosaic.constant(0.0, values.shape, MATRIX)]
     sums = pl.run_state(multiply)(tuple(plgpu.ACC.init(value) for value in sums))
-    pl.when(step < plan.chunks - 1)(lambda: plgpu.barrier_arrive(barriers.read.at[0]))
+    pl.when(step < plan.chunks - 1)(lambda: plgpu.barrier_arrive(barriers.reads.at[0]))
     if plan.has_output:
         y = sums[-1] * spread(decays.reads, values.shape)
         add = functools.partial(add_scores, program, slot, warpgroup, decays)

@@ -309,8 +309,8 @@ def program_part(refs: DecodeRefs) -> Part:
 def attend(plan: ForwardPlan, refs: DecodeRefs, part: Part) -> None:
     rows = refs.q_buffer.at[pl.ds(0, refs.q_BGRK.shape[2])]
     plgpu.copy_gmem_to_smem(refs.q_BGRK.at[part.row, part.group], rows, refs.q_ready)
-    for ahead in range(plan.tile.stages):
-        block = part.first + ahead
+    for stage in range(plan.tile.stages):
+        block = part.first + stage
         pl.when(block < part.end)(lambda b=block: fetch(plan, refs, part, b))
     lower = mosaic.load(refs.lower_BR.at[part.row], ROWS) if plan.sides.lower else None
     upper = mosaic.load(refs.upper_BR.at[part.row], ROWS)

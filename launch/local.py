@@ -138,12 +138,12 @@ def _environment(options: argparse.Namespace, rank: int, port: int) -> dict[str,
     if options.gpus_per_process:
         share = options.gpus_per_process
         num_gpus = share * options.num_processes
-        listed = environment.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_gpus))))
-        gpus = [name for name in listed.split(",") if name]
+        ids = environment.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_gpus))))
+        gpus = [name for name in ids.split(",") if name]
         if len(gpus) < num_gpus:
             raise SystemExit(
                 f"{options.num_processes} processes x {share} GPUs need {num_gpus} GPUs, but "
-                f"CUDA_VISIBLE_DEVICES={listed!r} names {len(gpus)}: lower -n or --gpus-per-process"
+                f"CUDA_VISIBLE_DEVICES={ids!r} names {len(gpus)}: lower -n or --gpus-per-process"
             )
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[rank * share : (rank + 1) * share])
     return environment

@@ -83,8 +83,8 @@ def usage() -> str:
 def _unknown(name: str) -> str:
     if name.startswith("-"):
         return f"no command before {name}: write maxmeg COMMAND {name}, as in maxmeg train {name}"
-    near = nearest(name, COMMANDS)
-    hint = f"did you mean {near}?" if near else f"the commands are {', '.join(COMMANDS)}"
+    match = nearest(name, COMMANDS)
+    hint = f"did you mean {match}?" if match else f"the commands are {', '.join(COMMANDS)}"
     return f"unknown command {name!r}: {hint}"
 
 

@@ -68,24 +68,24 @@ def local_gradients(
 
     def unit(params, x, constants, prevent_cse: bool):
         (microbatch, tables), layer, rest = constants
-        whole = collectives.whole(joined(params, rest))
+        unit_params = collectives.whole(joined(params, rest))
         ctx = dataclasses.replace(context(microbatch, raw_key), tables=tables)
-        return units.run_unit(whole, x, ctx, layer, prevent_cse=prevent_cse)
+        return units.run_unit(unit_params, x, ctx, layer, prevent_cse=prevent_cse)
 
     def head_inputs(outer: Model, microbatch: Batch):
-        whole, ctx = joined(outer, fixed_outer), context(microbatch, raw_key)
-        return objective.head_inputs(whole, microbatch, ctx)
+        model, ctx = joined(outer, fixed_outer), context(microbatch, raw_key)
+        return objective.head_inputs(model, microbatch, ctx)
 
     def output(outer: Model):
         return joined(outer, fixed_outer).output_weight()
 
     def head(outer: Model, output_VD, x, head_inputs: list, microbatch: Batch):
-        whole, ctx = joined(outer, fixed_outer), context(microbatch, raw_key)
-        whole.set_output_weight(output_VD)
-        loss_inputs, aux = objective.loss_inputs(whole, x, head_inputs, microbatch, ctx)
-        x, loss_inputs = from_last_stage(({name: x[name] for name in whole.reads}, loss_inputs))
-        h_BLD = whole.outputs(x, ctx)
-        loss, sums = objective.loss(whole, h_BLD, microbatch, config.train, ctx, *loss_inputs)
+        model, ctx = joined(outer, fixed_outer), context(microbatch, raw_key)
+        model.set_output_weight(output_VD)
+        loss_inputs, aux = objective.loss_inputs(model, x, head_inputs, microbatch, ctx)
+        x, loss_inputs = from_last_stage(({name: x[name] for name in model.reads}, loss_inputs))
+        h_BLD = model.outputs(x, ctx)
+        loss, sums = objective.loss(model, h_BLD, microbatch, config.train, ctx, *loss_inputs)
         return loss, sums | aux
 
     program = Program(

@@ -9,7 +9,7 @@ from maxmeg.checkpoint.names import nested, to_arrays
 from maxmeg.checkpoint.storage import row_orders
 from maxmeg.config.schema import Masters, Moments, OptimConfig
 from maxmeg.ops.random import fold
-from maxmeg.optim.storage import decode, encode, orders, whole
+from maxmeg.optim.storage import decode, encode, merged, orders
 from maxmeg.parallel.trainable import saved
 from maxmeg.processes.host import to_device
 from maxmeg.state import TrainState, shardings_of, with_masters
@@ -21,7 +21,7 @@ def on_disk(state):
     if not isinstance(state, TrainState) or state.remainders is None:
         return state
     places, is_abstract = shardings_of(state.model), isinstance(state.step, jax.ShapeDtypeStruct)
-    widen = jax.jit(lambda model, rest: whole(model, to_device(rest)), out_shardings=places)
+    widen = jax.jit(lambda model, rest: merged(model, to_device(rest)), out_shardings=places)
     model = (widen.eval_shape if is_abstract else widen)(state.model, state.remainders)
     return dataclasses.replace(state, model=model, remainders=None)
 

@@ -103,14 +103,14 @@ class Saving:
         self._manager = ocp.CheckpointManager(
             folder, options=options, item_names=(ARRAYS,), item_handlers={ARRAYS: Handler()}
         )
-        written = Written()
-        self._done = written.done
+        handler = Written()
+        self._done = handler.done
         if retention.saved in steps_in(folder):
             self._manager.delete(retention.saved)
         self._manager.save(
-            retention.saved, args=ocp.args.Composite(**{ARRAYS: written}), force=True
+            retention.saved, args=ocp.args.Composite(**{ARRAYS: handler}), force=True
         )
-        self.arrays = place_of(written.folder)
+        self.arrays = place_of(handler.folder)
         self._folder, self._step = folder, retention.saved
 
     def publish(self, manifest: Manifest) -> None:

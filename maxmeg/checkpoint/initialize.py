@@ -23,7 +23,7 @@ from maxmeg.config.schema import Config, Masters
 from maxmeg.hf.folder import open_checkpoints
 from maxmeg.models.lm import LM, language_model
 from maxmeg.ops.random import split
-from maxmeg.optim.storage import whole
+from maxmeg.optim.storage import merged
 from maxmeg.parallel.trainable import frozen, joined, trained, without
 from maxmeg.processes.host import to_device
 from maxmeg.state import TrainState, init_state, shardings_of
@@ -75,7 +75,7 @@ def with_average(state: TrainState, abstract: TrainState) -> TrainState:
 
     def begin(model, remainders):
         model, remainders = to_device((model, remainders))
-        return jax.tree.map(jnp.copy, trained(whole(model, remainders)))
+        return jax.tree.map(jnp.copy, trained(merged(model, remainders)))
 
     places = shardings_of(abstract.ema)
     ema = jax.jit(begin, out_shardings=places)(state.model, state.remainders)

@@ -189,15 +189,15 @@ class Checkpointer:
         """
         self.wait()
         problems: dict[int, str] = {}
-        listed = steps = self.processes.broadcast("steps", self.steps)
+        all_steps = steps = self.processes.broadcast("steps", self.steps)
         while steps:
             step, steps = steps[-1], steps[:-1]
             try:
                 restored = use(step, self.manifest(step))
             except (CorruptCheckpointError, FileNotFoundError, NoCheckpointError) as error:
                 now = self.processes.broadcast("steps", self.steps)
-                if step not in now or now[-1] > listed[-1]:  # a run deletes it, or soon will
-                    listed, steps = now, [other for other in now if other not in problems]
+                if step not in now or now[-1] > all_steps[-1]:  # a run deletes it, or soon will
+                    all_steps, steps = now, [other for other in now if other not in problems]
                     continue
                 if not isinstance(error, CorruptCheckpointError):
                     raise

@@ -89,9 +89,9 @@ def _resize(x: jax.Array, leaf: jax.ShapeDtypeStruct, axis: int, path: str) -> j
         x = to_device(x)
         dropped = jax.lax.slice_in_dim(x, overlap, x.shape[axis], axis=axis)
         padding = [(0, size - overlap if i == axis else 0, 0) for i in range(x.ndim)]
-        whole = jax.lax.slice_in_dim(x, 0, overlap, axis=axis)
+        part = jax.lax.slice_in_dim(x, 0, overlap, axis=axis)
         zero = jnp.zeros((), x.dtype)
-        return jax.lax.pad(whole, zero, padding), jnp.all(dropped == 0)
+        return jax.lax.pad(part, zero, padding), jnp.all(dropped == 0)
 
     target = target_of(leaf)
     everywhere = (

@@ -67,7 +67,7 @@ class StreamWriter:
                 )
         self._manifest = Manifest(step, json.loads(json.dumps(metadata)), {}, {})
         self._tensors = dict(tensors)
-        self._written: dict[str, set[Index]] = {path: set() for path in tensors}
+        self._entries: dict[str, set[Index]] = {path: set() for path in tensors}
         self._sums = {path: np.zeros(2, np.uint32) for path in tensors}
         self._cuts: dict[str, _Cut] = {}
         self._saving = Checkpointer(folder, keep_last=KEEP_ALL).start(step)
@@ -115,7 +115,7 @@ class StreamWriter:
         """Publish the checkpoint; ValueError if pieces are missing."""
         missing = []
         for path, info in self._tensors.items():
-            done = self._written[path]
+            done = self._entries[path]
             if not done:
                 missing.append(path)
             elif len(done) < (entries := _num_pieces(info, done)):
@@ -150,7 +150,7 @@ class StreamWriter:
         if info is None:
             raise ValueError(f"tensor {path} was not announced: announced are {len(self._tensors)}")
         _check_index(path, info, index)
-        done = self._written[path]
+        done = self._entries[path]
         if index in done or any(len(other) != len(index) for other in itertools.islice(done, 1)):
             piece = f"entry {_bracketed(index)}" if index else "as a whole"
             raise ValueError(f"tensor {path}, {piece}, is written twice: write each piece once")

@@ -155,8 +155,8 @@ def _find(flag, option_kinds, setting_kinds):
 
     The name of an option hides that of a setting without a section, such as seed.
     """
-    written = flag.lstrip("-")
-    for name, negated in ((written, False), (written.removeprefix("no"), True)):
+    word = flag.lstrip("-")
+    for name, negated in ((word, False), (word.removeprefix("no"), True)):
         kinds = option_kinds if name in option_kinds else setting_kinds
         path = name if name in option_kinds else name.removeprefix("config.")
         if path in kinds and (kinds[path] is bool or not negated):
@@ -186,10 +186,10 @@ def _unknown(flag, option_kinds, setting_kinds):
         return message
     if inside := [name for name in setting_kinds if name.startswith(path + ".")]:
         return f"{path} is a section: set its fields, for example --{inside[0]}"
-    near = nearest(path, [*option_kinds, *setting_kinds, *(["config"] if setting_kinds else [])])
-    if setting_kinds and path in DEVICES.split() and near != "hardware":
+    match = nearest(path, [*option_kinds, *setting_kinds, *(["config"] if setting_kinds else [])])
+    if setting_kinds and path in DEVICES.split() and match != "hardware":
         return (
             f"unknown flag {flag}: every GPU that JAX sees is used; CUDA_VISIBLE_DEVICES selects "
             "some, and the settings parallel.* divide the work"
         )
-    return f"unknown flag {flag}: " + (f"did you mean --{near}?" if near else "see --help")
+    return f"unknown flag {flag}: " + (f"did you mean --{match}?" if match else "see --help")

@@ -87,8 +87,8 @@ def _lines_of(group: str, has_settings: bool | None) -> Iterator[str]:
         if path.startswith(f"{group}.") or (group == _TOP and "." not in path)
     ]
     if not entries:
-        near = nearest(group, _groups())
-        hint = f"did you mean {near}? " if near else ""
+        match = nearest(group, _groups())
+        hint = f"did you mean {match}? " if match else ""
         raise ValueError(
             f"--help={group}: no group of settings has this name: {hint}There are "
             f"{', '.join(_groups())}, and all"

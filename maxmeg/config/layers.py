@@ -83,12 +83,12 @@ def parse(pattern: str, num_layers: int) -> tuple[Layer, ...]:
         layers: list[Layer] = [((name,),) for name in names]
         return _counted(pattern, layers, num_layers)
     if re.fullmatch(r"[A-Z*+/|-]+", pattern):
-        layers_text, *further = pattern.split("/")
-        if further:
+        layers_text, *mtp_texts = pattern.split("/")
+        if mtp_texts:
             raise ValueError(
                 f"model.layers={pattern!r} describes MTP layers after /: set model.layers="
-                f"{layers_text!r}, model.mtp.num_layers={len(further)} and model.mtp.layers="
-                f"{further[0]!r}"
+                f"{layers_text!r}, model.mtp.num_layers={len(mtp_texts)} and model.mtp.layers="
+                f"{mtp_texts[0]!r}"
             )
         unknown = [letter for letter in dict.fromkeys(pattern) if letter not in {*HYBRID, "|"}]
         letters = ", ".join(f"{letter} ({name})" for letter, name in HYBRID.items())
@@ -315,7 +315,7 @@ def _fewest(layers: tuple[Layer, ...]) -> Iterator[tuple[tuple[Layer, ...], int]
         at += period * times
 
 
-def written(layers: Sequence[Layer]) -> str:
+def pattern_of(layers: Sequence[Layer]) -> str:
     """Return the shortest pattern of `grouped` units that describes a list of layers.
 
     A stack whose last unit goes on to the end is written with *(...), so that num_layers scales it.
@@ -332,8 +332,8 @@ def written(layers: Sequence[Layer]) -> str:
 
 
 def _is_cut_short(group: tuple[tuple[Layer, ...], int], before: tuple) -> bool:
-    (unit, times), (whole, _) = group, before
-    return times == 1 and len(unit) < len(whole) and unit == whole[: len(unit)]
+    (unit, times), (previous_unit, _) = group, before
+    return times == 1 and len(unit) < len(previous_unit) and unit == previous_unit[: len(unit)]
 
 
 def _unit_text(unit: tuple[Layer, ...]) -> str:

@@ -151,10 +151,10 @@ def unread_settings(model: ModelConfig, paths: Iterable[str]) -> Iterator[str]:
     """Yield an error for explicitly set fields, even at their default, that no layer reads."""
     for group, mixers in READERS.items():
         name = f"model.{group}"
-        written = [path for path in paths if path == name or path.startswith(f"{name}.")]
-        if written and not model.has(*mixers):
+        set_paths = [path for path in paths if path == name or path.startswith(f"{name}.")]
+        if set_paths and not model.has(*mixers):
             yield (
-                f"{', '.join(written)}: no layer of model.layers={model.layers!r} reads "
+                f"{', '.join(set_paths)}: no layer of model.layers={model.layers!r} reads "
                 f"{name}: leave it out, or use the mixer {' or '.join(mixers)}"
             )
 

@@ -49,8 +49,8 @@ def load_config(value: str) -> Config:
     try:
         return _run_file(built_in()[_OF_ARCHITECTURES], name)
     except ValueError as error:
-        near = difflib.get_close_matches(name, built_in(), 1)
-        hint = f"no configuration is named {name!r}: did you mean {near[0]}? And " if near else ""
+        best = difflib.get_close_matches(name, built_in(), 1)
+        hint = f"no configuration is named {name!r}: did you mean {best[0]}? And " if best else ""
         others = f"other names for --config are {', '.join(built_in())}"
         raise ValueError(f"{hint}{error}; {others}") from error
 
@@ -72,8 +72,8 @@ def _existing(path):
             print(f"{path} does not exist in {os.getcwd()}: {words}", file=sys.stderr)
             return built_in()[path.stem]
         others += [_FOLDER / f"{name}.py" for name in built_in()]
-    near = difflib.get_close_matches(path.name, [p.name for p in others], 1)
-    same = [path.stem] if path.stem in built_in() else [p for p in others if [p.name] == near]
+    matches = difflib.get_close_matches(path.name, [p.name for p in others], 1)
+    same = [path.stem] if path.stem in built_in() else [p for p in others if [p.name] == matches]
     hint = f"did you mean {same[0]}?" if same else "check the path"
     raise ValueError(f"no config file {path} (working folder {os.getcwd()}): {hint}")
 

@@ -16,8 +16,8 @@ _PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 
 def source_folder(name: str) -> pathlib.Path:
     """Return the folder of "configs" or "launch": in a wheel maxmeg/NAME, in a clone NAME."""
-    inside, beside = _PACKAGE / name, _PACKAGE.parent / name
-    return inside if any(inside.glob("*.py")) else beside
+    inside, neighbour = _PACKAGE / name, _PACKAGE.parent / name
+    return inside if any(inside.glob("*.py")) else neighbour
 
 
 def split_spec(spec: str) -> tuple[str, str, str]:

@@ -64,8 +64,8 @@ class Section:
         if name not in kinds:
             if message := removed(name):
                 raise AttributeError(message)
-            near = nearest(name, [*kinds, *SYNONYMS])
-            hint = f"did you mean {near}?" if near else "docs/config.md lists all fields"
+            match = nearest(name, [*kinds, *SYNONYMS])
+            hint = f"did you mean {match}?" if match else "docs/config.md lists all fields"
             raise AttributeError(f"{type(self).__name__} has no field {name!r}: {hint}")
         field = field_of(self, name)
         below = field.metadata["section"]

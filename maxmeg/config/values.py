@@ -32,9 +32,9 @@ def unknown_field(path: str, names: typing.Iterable[str]) -> str:
     """Return the message for a field that does not exist, with the nearest name."""
     if message := removed(path):
         return message
-    near = nearest(path, names)
+    match = nearest(path, names)
     return f"unknown field {path}: " + (
-        f"did you mean {near}?" if near else "docs/config.md lists all fields"
+        f"did you mean {match}?" if match else "docs/config.md lists all fields"
     )
 
 
@@ -73,8 +73,8 @@ def _to_enum(path, value, kind):
     if message := removed(f"{path}={value}"):
         raise ValueError(message)
     names = list(kind.__members__)
-    near = difflib.get_close_matches(str(value), names, 1)
-    hint = f"; did you mean {near[0]}?" if near else ""
+    matches = difflib.get_close_matches(str(value), names, 1)
+    hint = f"; did you mean {matches[0]}?" if matches else ""
     raise mismatch(path, value, f"one of {', '.join(names)}{hint}")
 
 

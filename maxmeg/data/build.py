@@ -170,8 +170,8 @@ def build_validation(
     samples: those read of each set. The dict is empty where no sequence is left for validation.
     """
     if not config.data.validate_each:
-        whole = open_split(config, prefixes, tokenizer, 1, samples)
-        return {} if whole is None else {"": whole}
+        dataset = open_split(config, prefixes, tokenizer, 1, samples)
+        return {} if dataset is None else {"": dataset}
     (paths, weights), split = _find_blend(config.data, prefixes, 1)
     if weights is not None or split != _whole_split(1):
         raise ValueError(

@@ -65,7 +65,7 @@ class _StepSource:
 class _Threads:
     """Iterates over a source in order; Grain's threads read ahead."""
 
-    def __init__(self, source: _StepSource, ahead: int) -> None:
+    def __init__(self, source: _StepSource, depth: int) -> None:
         import grain
 
         ready: set[int] = set()
@@ -76,7 +76,7 @@ class _Threads:
             ready.add(index)
             return batch
 
-        options = grain.ReadOptions(min(ahead, 4), ahead)
+        options = grain.ReadOptions(min(depth, 4), depth)
         numbers = grain.MapDataset.range(len(source))
         self._batches = iter(numbers.map(make).to_iter_dataset(options))
         self.close = weakref.finalize(self, self._batches.close)  # at the latest when Python exits

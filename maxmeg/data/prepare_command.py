@@ -23,10 +23,10 @@ class Parser(argparse.ArgumentParser):
         for word in args or ():
             name = word.partition("=")[0]
             if name.startswith("--") and name not in options and word != "--":
-                near = difflib.get_close_matches(name, options, 1)
+                matches = difflib.get_close_matches(name, options, 1)
                 raise ValueError(
                     f"unknown flag {name}: "
-                    + (f"did you mean {near[0]}?" if near else f"see {self.prog} --help")
+                    + (f"did you mean {matches[0]}?" if matches else f"see {self.prog} --help")
                 )
         return super().parse_args(args, namespace)
 

@@ -128,7 +128,7 @@ class Workers:
     of an element; with a shared queue the parent would wait forever.
     """
 
-    def __init__(self, source: Source, num_workers: int, ahead: int) -> None:
+    def __init__(self, source: Source, num_workers: int, depth: int) -> None:
         context = multiprocessing.get_context("spawn")
         self._workers: list[_Worker] = []
         # Runs before multiprocessing terminates its daemons by SIGTERM, which workers ignore.
@@ -143,7 +143,7 @@ class Workers:
             process = context.Process(target=_work, args=arguments, daemon=True, name=name_of)
             process.start()
             writer.close()
-            self._workers.append(_Worker(process, reader, ahead))
+            self._workers.append(_Worker(process, reader, depth))
 
     @property
     def _worker(self) -> "_Worker":
@@ -173,9 +173,9 @@ class Workers:
 class _Worker:
     """A process, and the thread that receives its elements."""
 
-    def __init__(self, process: BaseProcess, reader: Connection, ahead: int) -> None:
+    def __init__(self, process: BaseProcess, reader: Connection, depth: int) -> None:
         self.process, self.reader = process, reader
-        self.answers: queue.Queue[tuple[str, Any]] = queue.Queue(ahead)
+        self.answers: queue.Queue[tuple[str, Any]] = queue.Queue(depth)
         self.thread = threading.Thread(target=self._take, daemon=True)
         self.thread.start()
 
@@ -219,9 +219,9 @@ def _end(workers: list[_Worker]) -> None:
 
 def _send(writer: Connection, arrays: Arrays) -> None:
     """Send names, dtypes and shapes, then the bytes of each array without a copy."""
-    whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-    writer.send(("element", [(name, a.dtype.str, a.shape) for name, a in whole.items()]))
-    for array in whole.values():
+    buffers = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    writer.send(("element", [(name, a.dtype.str, a.shape) for name, a in buffers.items()]))
+    for array in buffers.values():
         view = array.reshape(-1).view(np.uint8).data
         while view:
             view = view[os.write(writer.fileno(), view) :]

@@ -1,10 +1,10 @@
 """The chunked scan of sequences that are cut over context: devices exchange states, no tokens.
 
 A device has two halves, chunks r and 2 n - 1 - r of the sequence (parallel.sequence). Each half
-starts without a state and yields its last state and what becomes of a state on the way through it:
-factors, the total decay, or a matrix N x N with the delta rule. All devices gather these of the 2 n
-halves and fold those before each of their own: H = through(H) + state. Then a half is scanned with
-its state. Backward gathers the gradients of the states and folds them in reverse order.
+starts without a state and yields its last state and its transition: factors, the total decay, or a
+matrix N x N with the delta rule. All devices gather these of the 2 n halves and fold those before
+each of their own: H = transition(H) + state. Then a half is scanned with its state. Backward
+gathers the gradients of the states and folds them in reverse order.
 
 Bytes that a device receives in forward, and again in backward, per row and layer:
 
@@ -61,7 +61,7 @@ def states_before(k_BLGN, v_BLHP, log_decay, beta_BLH, segments_BL, spec: ScanSp
     if beta_BLH is None:
         _, state_BHNP = chunk_scan(None, k_BLGN, v_BLHP, log_decay, None, segments_BL, None, spec)
         total = jnp.sum(log_decay.astype(jnp.float32), axis=1).reshape(B, H, -1)
-        through = jnp.where(is_one_B11, jnp.exp(total), 0)
+        transition = jnp.where(is_one_B11, jnp.exp(total), 0)
     else:
         # The matrix is the state of further values, which are 0, after the identity.
         padded_BLHP = jnp.concatenate(
@@ -71,10 +71,10 @@ def states_before(k_BLGN, v_BLHP, log_decay, beta_BLH, segments_BL, spec: ScanSp
         unit_BHNP = jnp.broadcast_to(unit_NP, (B, H, *unit_NP.shape))
         arrays = k_BLGN, padded_BLHP, log_decay, beta_BLH, segments_BL, unit_BHNP
         both_BHNP = chunk_scan(None, *arrays, spec)[1]
-        state_BHNP, through = both_BHNP[..., :P], both_BHNP[..., P:]
+        state_BHNP, transition = both_BHNP[..., :P], both_BHNP[..., P:]
     if is_new_EB is not None:
-        through = ordering.after(through, is_new_EB)
-    return folded(state_BHNP, through, is_new_EB)
+        transition = ordering.after(transition, is_new_EB)
+    return folded(state_BHNP, transition, is_new_EB)
 
 
 def in_order(x_BI: jax.Array) -> jax.Array:
@@ -90,34 +90,34 @@ def own_places(count: int) -> jax.Array:
     return jnp.stack((jnp.asarray(rank), jnp.asarray(count - 1 - rank)))
 
 
-def passed(through, state_BHNP: jax.Array, transposed: bool = False) -> jax.Array:
-    """A state after its way through a half, or a gradient after its way back."""
-    if through.ndim == 3:
-        return through[..., None] * state_BHNP
+def passed(transition, state_BHNP: jax.Array, transposed: bool = False) -> jax.Array:
+    """A state after a half, or a gradient before it, by the transition of the half."""
+    if transition.ndim == 3:
+        return transition[..., None] * state_BHNP
     letters = "BHNM,BHNP->BHMP" if transposed else "BHMN,BHNP->BHMP"
-    return jnp.einsum(letters, through, state_BHNP)
+    return jnp.einsum(letters, transition, state_BHNP)
 
 
-def gathered(state_BHNP: jax.Array, through: jax.Array) -> tuple[jax.Array, jax.Array]:
+def gathered(state_BHNP: jax.Array, transition: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Both of all halves, in order, by one collective."""
     rows = len(state_BHNP), -1
-    both = jnp.concatenate((state_BHNP.reshape(rows), through.reshape(rows)), axis=1)
+    both = jnp.concatenate((state_BHNP.reshape(rows), transition.reshape(rows)), axis=1)
     both_EBI, size = in_order(both), state_BHNP[0].size
     lead = both_EBI.shape[:2]
     states_EBHNP = both_EBI[..., :size].reshape(*lead, *state_BHNP.shape[1:])
-    return states_EBHNP, both_EBI[..., size:].reshape(*lead, *through.shape[1:])
+    return states_EBHNP, both_EBI[..., size:].reshape(*lead, *transition.shape[1:])
 
 
 @jax.custom_vjp
-def folded(state_BHNP: jax.Array, through: jax.Array, is_new_EB) -> jax.Array:
+def folded(state_BHNP: jax.Array, transition: jax.Array, is_new_EB) -> jax.Array:
     """The state before each half, from the last states of all halves that started without one.
 
     is_new_EB: whether a half starts a document; None: there is one.
     """
-    return fold(*gathered(state_BHNP, through), is_new_EB, reverse=False)
+    return fold(*gathered(state_BHNP, transition), is_new_EB, reverse=False)
 
 
-def fold(states_EBHNP, through_EBHI, is_new_EB, reverse: bool) -> jax.Array:
+def fold(states_EBHNP, transition_EBHI, is_new_EB, reverse: bool) -> jax.Array:
     """For this device's halves the states, or in reverse order the gradients, that come to them."""
     count = len(states_EBHNP)
     numbers_of_device, numbers = own_places(count), jnp.arange(count)
@@ -126,37 +126,37 @@ def fold(states_EBHNP, through_EBHI, is_new_EB, reverse: bool) -> jax.Array:
     is_new_EB111 = is_new_EB[..., None, None, None]
 
     def step(carry, half):
-        (arriving, chosen), (number, state, through, is_new) = carry, half
+        (arriving, chosen), (number, state, transition, is_new) = carry, half
         if not reverse:
             arriving = jnp.where(is_new, 0, arriving)
         is_mine = (number == numbers_of_device).reshape(2, *(1,) * state.ndim)
         chosen = jnp.where(is_mine, arriving, chosen)
-        leaving = passed(through, arriving, reverse) + state
+        leaving = passed(transition, arriving, reverse) + state
         if reverse:
             leaving = jnp.where(is_new, 0, leaving)
         return (leaving, chosen), None
 
     zeros = jnp.zeros_like(states_EBHNP[0])
-    halves = numbers, states_EBHNP, through_EBHI, is_new_EB111
+    halves = numbers, states_EBHNP, transition_EBHI, is_new_EB111
     (_, chosen), _ = lax.scan(step, (zeros, jnp.stack((zeros, zeros))), halves, reverse=reverse)
     return chosen.reshape(-1, *chosen.shape[2:])
 
 
-def _folded_forward(state_BHNP, through, is_new_EB):
-    before_BHNP = folded(state_BHNP, through, is_new_EB)
-    return before_BHNP, (before_BHNP, through, is_new_EB)
+def _folded_forward(state_BHNP, transition, is_new_EB):
+    before_BHNP = folded(state_BHNP, transition, is_new_EB)
+    return before_BHNP, (before_BHNP, transition, is_new_EB)
 
 
 def _folded_backward(residuals, d_before_BHNP):
-    before_BHNP, through, is_new_EB = residuals
-    d_state_BHNP = fold(*gathered(d_before_BHNP, through), is_new_EB, reverse=True)
-    if through.ndim == 4:
-        d_through = jnp.einsum("BHMP,BHNP->BHMN", d_state_BHNP, before_BHNP)
+    before_BHNP, transition, is_new_EB = residuals
+    d_state_BHNP = fold(*gathered(d_before_BHNP, transition), is_new_EB, reverse=True)
+    if transition.ndim == 4:
+        d_transition = jnp.einsum("BHMP,BHNP->BHMN", d_state_BHNP, before_BHNP)
     else:
-        d_through = jnp.sum(d_state_BHNP * before_BHNP, axis=-1)
-        if through.shape[-1] == 1:
-            d_through = jnp.sum(d_through, axis=-1, keepdims=True)
-    return d_state_BHNP, d_through, None
+        d_transition = jnp.sum(d_state_BHNP * before_BHNP, axis=-1)
+        if transition.shape[-1] == 1:
+            d_transition = jnp.sum(d_transition, axis=-1, keepdims=True)
+    return d_state_BHNP, d_transition, None
 
 
 folded.defvjp(_folded_forward, _folded_backward)

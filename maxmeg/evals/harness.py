@@ -167,16 +167,16 @@ class HarnessModel:
         following = context[len(stripped) :] + following
         if stripped:
             before = self.encode(stripped)
-            whole = self.encode(stripped + following)
+            pair = self.encode(stripped + following)
         else:
             before, ids = [self.prefix], self.trained.tokenizer.encode(following).tolist()
-            whole = ids if ids[:1] == before else before + ids
-        if len(whole) <= len(before):
+            pair = ids if ids[:1] == before else before + ids
+        if len(pair) <= len(before):
             raise ValueError(
                 f"{following!r} after {context[-40:]!r} adds no token: give a "
                 "continuation that is not empty"
             )
-        return before, whole[len(before) :]
+        return before, pair[len(before) :]
 
     def scores(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
         """Return (log-probability, whether greedy decoding gives it) of each continuation.

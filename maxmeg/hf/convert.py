@@ -344,13 +344,13 @@ def _merged(
         carried |= {"pad_token_id": loaded.pad}
         carried |= {families.START_TOKEN: data.start_token} if data.start_token >= 0 else {}
         return families.hf_config(model, family, carried)
-    written = families.hf_config(model, family, carried)
-    both = {**{name: carried[name] for name in carried if name not in TOKENS}, **written}
+    entries = families.hf_config(model, family, carried)
+    both = {**{name: carried[name] for name in carried if name not in TOKENS}, **entries}
     try:
         changed = families.differences(model, families.model_config(both))
     except ValueError:
         changed = ["a key that no longer fits"]
-    return written if changed else both
+    return entries if changed else both
 
 
 def _report(family: str, matched: Pairs, tokenizer: str, notes: tuple[str, ...]) -> Report:

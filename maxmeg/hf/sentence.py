@@ -91,9 +91,9 @@ class SentenceEncoder:
             for number, (path, kind, _) in enumerate(parts)
         ]
         longest = {"max_seq_length": self.one.max_position - self.one.bert.position_offset}
-        written = {"modules.json": modules, "sentence_bert_config.json": longest}
-        written |= {f"{path}/config.json": values for path, _, values in parts if values}
-        for path, values in written.items():
+        files = {"modules.json": modules, "sentence_bert_config.json": longest}
+        files |= {f"{path}/config.json": values for path, _, values in parts if values}
+        for path, values in files.items():
             (folder / path).parent.mkdir(exist_ok=True)
             (folder / path).write_text(json.dumps(values, indent=2) + "\n", "utf-8")
 

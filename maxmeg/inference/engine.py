@@ -360,13 +360,13 @@ class Engine:
         if active.mask and index == len(job.tokens):  # else the token is known, or there is none
             columns |= {"is_masked": True, "allowed": active.mask.result()}
         if isinstance(row, Chunk):
-            ahead = max(1, self.programs.drafts)
-            tokens = job.prompt[row.start : row.start + row.count + ahead]
+            extra = max(1, self.programs.drafts)
+            tokens = job.prompt[row.start : row.start + row.count + extra]
             columns |= {"count": row.count, "is_last": row.is_last, "tokens": tokens}
             return columns | {"source_tokens": () if self.start is None else reply.prompt}
         if index <= len(job.tokens):
             columns["token"] = job.tokens[index - 1]
-        return columns | {"count": 1 + len(row.ahead), "tokens": row.ahead}
+        return columns | {"count": 1 + len(row.drafts), "tokens": row.drafts}
 
     def _finish(
         self, started: Started, chosen: Callable[[Chunk | Token], bool] = lambda row: True
@@ -394,12 +394,12 @@ class Engine:
 
     def _take(self, row: Token, read: Read) -> None:
         """Add the sampled tokens, as long as those before them are the proposed ones."""
-        job, end = row.job, row.index + len(row.ahead) + 1
+        job, end = row.job, row.index + len(row.drafts) + 1
         for i, index in enumerate(range(row.index, end)):
             if index >= len(job.tokens):  # else it is known
                 self.decoded += 1
                 self._add(job, Read(*(array[i] for array in read)))
-            if job not in self._active or [job.tokens[index]] != [*row.ahead[i : i + 1]]:
+            if job not in self._active or [job.tokens[index]] != [*row.drafts[i : i + 1]]:
                 break
         if job.sampled == end:  # the next step goes on after the tokens that were taken
             job.sampled = min(end, len(job.tokens))

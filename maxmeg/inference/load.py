@@ -163,9 +163,9 @@ def restored_in(
     parts, restored = {"model": saved(model)}, None
     if average:
         parts = {"ema": trained(parts["model"]), "model": fixed(parts["model"])}
-    groups = ((name, whole, ids) for name, whole in parts.items() for ids in read_groups(whole))
-    for name, whole, group in groups:
-        chosen = part(whole, lambda variable, ids=group: id(variable) in ids, others=False)
+    groups = ((name, tree, ids) for name, tree in parts.items() for ids in read_groups(tree))
+    for name, tree, group in groups:
+        chosen = part(tree, lambda variable, ids=group: id(variable) in ids, others=False)
         read = restore(checkpointer, step, {name: chosen})[name]
         read = jax.block_until_ready(cast(read, dtype))
         restored = read if restored is None else joined(restored, read)

@@ -91,10 +91,10 @@ class Programs:
         self.size = CacheSize(pages, *rest)
         sharding = NamedSharding(self.mesh, PER_DEVICE)
         self.state = jax.jit(self._state(self.size), out_shardings=sharding)
-        vocab, ahead = trained.config.model.vocab_size, max(1, self.drafts)
-        sizes = {chunk: (chunk + ahead, self.source), 0: (proposals, 0)}
+        vocab, num_ahead = trained.config.model.vocab_size, max(1, self.drafts)
+        sizes = {chunk: (chunk + num_ahead, self.source), 0: (proposals, 0)}
         self.inputs = {n: step_inputs(lanes, row_pages, *size) for n, size in sizes.items()}
-        self.further = change_inputs(vocab)
+        self.change_inputs = change_inputs(vocab)
         self.results = step_results(min(TOP, vocab), self.drafts)
         self.decode_program = self._jitted(self._decode_rows, 1)
         self.prefill_program = self._jitted(self._prefill_rows, 2)
@@ -106,8 +106,8 @@ class Programs:
     @property
     def has_states(self) -> bool:
         """Whether a mixer keeps a state that does not lie in pages."""
-        (groups, further), _ = jax.eval_shape(self.state, self.model)
-        units = [*groups, *further]  # `further`: of MTP layers
+        (groups, mtp_groups), _ = jax.eval_shape(self.state, self.model)
+        units = [*groups, *mtp_groups]  # of MTP layers
         mixers = [c for unit in units for sublayer in unit for c in sublayer.values()]
         return any(cache is not None and not isinstance(cache, tuple) for cache in mixers)
 
@@ -119,7 +119,7 @@ class Programs:
 
     def changes(self, rows: Fields, chunk: int = 0) -> np.ndarray:
         """The second array, of `further`."""
-        array = self.further.filled(rows, self._count(chunk))
+        array = self.change_inputs.filled(rows, self._count(chunk))
         return array.view(np.int32).reshape(len(array), -1)
 
     def _count(self, chunk: int) -> int:
@@ -204,7 +204,7 @@ class Programs:
         return sum(array.size * array.dtype.itemsize for array in arrays) // self.mesh.size
 
     def _decode_rows(self, model: LM, caches, tokens_BM, sent, changes):
-        fields = self.inputs[0].parted(sent) | self.further.parted(changes)
+        fields = self.inputs[0].parted(sent) | self.change_inputs.parted(changes)
         proposed_BK = fields["tokens"]
         source = source_of(fields) if self.source else None
         lanes_B, starts_B = fields["lane"], fields["start"]
@@ -226,7 +226,7 @@ class Programs:
         return (cache, drafts), tokens_BM, sampled_BLX
 
     def _prefill_rows(self, model: LM, caches, tokens_BM, sent, changes):
-        fields = self.inputs[self.chunk].parted(sent) | self.further.parted(changes)
+        fields = self.inputs[self.chunk].parted(sent) | self.change_inputs.parted(changes)
         ids_PX = fields["tokens"]
         source = source_of(fields) if self.source else None
         ids_PC, later_PX = ids_PX[:, : self.chunk], ids_PX[:, 1:]
@@ -345,7 +345,7 @@ def prepared(model: LM, reductions_of_model, mesh: Mesh, dtype) -> LM:
     dimension of one). Other arrays are not copied.
     """
     leaves, tree = jax.tree.flatten(model)
-    places, whole = map(jax.tree.leaves, (reductions_of_model, storage_specs(model, mesh, False)))
+    places, storage = map(jax.tree.leaves, (reductions_of_model, storage_specs(model, mesh, False)))
     numbers = [
         i
         for i, (array, place) in enumerate(zip(leaves, places, strict=True))
@@ -361,7 +361,7 @@ def prepared(model: LM, reductions_of_model, mesh: Mesh, dtype) -> LM:
         weights = enter(transforms, list(arrays))
         return [array[None] if cut else array for array, cut in zip(weights, sliced, strict=True)]
 
-    outputs = [PER_DEVICE if places[i].kv_slice else whole[i] for i in numbers]
+    outputs = [PER_DEVICE if places[i].kv_slice else storage[i] for i in numbers]
     program = spmd(local, mesh, specs, outputs)
     for i, array in zip(numbers, jax.jit(program)(*(leaves[i] for i in numbers)), strict=True):
         leaves[i] = array

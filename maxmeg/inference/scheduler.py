@@ -64,7 +64,7 @@ class Job:
         """Number of its tokens in the cache, after the whole prompt."""
         return len(self.prompt) + self.sampled - 1
 
-    def ahead(self) -> list[int]:
+    def drafts(self) -> list[int]:
         """What the next decode step checks: known tokens after a loss of pages, or proposals."""
         tokens = self.tokens[self.sampled :] or self.proposals
         return tokens[: min(self.most_proposals, self.limit - self.sampled - 1)]
@@ -86,12 +86,12 @@ class Chunk:
 @dataclasses.dataclass(frozen=True)
 class Token:
     """Sample new token number `index` of a job, whose cache has `start` tokens, and a token after
-    each of those `ahead`, which are proposed to follow."""
+    each of `drafts`, which are proposed to follow."""
 
     job: Job
     index: int
     start: int
-    ahead: tuple[int, ...] = ()
+    drafts: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,8 +176,8 @@ class Scheduler:
         for replica in sorted(free, key=lambda r: (-self.pages[r].available, r)):
             pages, shared = self.pages[replica], self._shared(job, replica)
             missing = -(-len(job.prompt) // self.limits.slots) - len(shared)
-            again = -(-len(job.tokens) // self.limits.slots)  # of what is decoded a second time
-            if missing + again + self._headroom(replica) <= pages.available:
+            lost_pages = -(-len(job.tokens) // self.limits.slots)  # decoded a second time
+            if missing + lost_pages + self._headroom(replica) <= pages.available:
                 job.lane, self.lanes[free[replica]] = free[replica], job
                 job.pages = shared + [pages.take() for _ in range(missing)]
                 job.read, job.sampled = len(shared) * self.limits.slots, 0
@@ -199,9 +199,9 @@ class Scheduler:
         pages = self.pages[replica].share(
             job.prompt[: (len(job.prompt) - 1) // chunk * chunk], job.salt
         )
-        whole = len(pages) // per_chunk * per_chunk
-        self._release(pages[whole:], replica)
-        return pages[:whole]
+        num_shared = len(pages) // per_chunk * per_chunk
+        self._release(pages[num_shared:], replica)
+        return pages[:num_shared]
 
     def _leave_lane(self, job: Job) -> None:
         assert job.lane is not None
@@ -230,19 +230,19 @@ class Scheduler:
     def _tokens(self, ready: list[Job]) -> list[Token]:
         jobs = [job for job in ready if job.lane is not None and self._has_page(job)]
         rows = [
-            Token(job, job.sampled, job.length, tuple(job.ahead()))
+            Token(job, job.sampled, job.length, tuple(job.drafts()))
             for job in jobs
             if job.lane is not None
         ]
         for row in rows:
-            row.job.sampled += 1 + len(row.ahead)
+            row.job.sampled += 1 + len(row.drafts)
         return rows
 
     def _has_page(self, job: Job) -> bool:
         """Make sure that what the next step feeds has pages; False if the job had to give up its
         own."""
         pages = self.pages[self._replica(job)]
-        while len(job.pages) * self.limits.slots <= job.length + len(job.ahead()):
+        while len(job.pages) * self.limits.slots <= job.length + len(job.drafts()):
             if pages.available:
                 job.pages.append(pages.take())
                 continue

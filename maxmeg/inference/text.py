@@ -45,8 +45,8 @@ class Text:
     def _decoded(self) -> str:
         """The text of the waiting tokens after their context."""
         decode, before = self.tokenizer.decode, self._before
-        whole = decode(self._context + self._waiting)
-        return whole.removeprefix(before) if whole.startswith(before) else decode(self._waiting)
+        text = decode(self._context + self._waiting)
+        return text.removeprefix(before) if text.startswith(before) else decode(self._waiting)
 
     def _follow(self, ids: list[int]) -> None:
         """Let new tokens follow the last of these, from the beginning of a character on: some

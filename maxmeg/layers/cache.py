@@ -114,7 +114,7 @@ def source_attention(
     assert sources_B is not None
     table_BN = pages * places.lanes_B[:, None] + jnp.arange(pages, dtype=jnp.int32)
     starts_B = jnp.zeros_like(sources_B)
-    whole = CachePlaces(table_BN, starts_B, sources_B, places.lanes_B, places.layer)
+    source_places = CachePlaces(table_BN, starts_B, sources_B, places.lanes_B, places.layer)
     flat = tuple(array.reshape(layers, -1, *array.shape[3:]) for array in pool)
-    out_BLHV, flat = cached_attention(q_BLHK, new, flat, whole, scores, lengths_B=sources_B)
+    out_BLHV, flat = cached_attention(q_BLHK, new, flat, source_places, scores, lengths_B=sources_B)
     return out_BLHV, tuple(a.reshape(p.shape) for a, p in zip(flat, pool, strict=True))

@@ -55,8 +55,8 @@ def cut_context(ctx: Context, count: int) -> Context:
     if rows_B is not None:
         part = length // count
         numbers = ctx.places(length)[:, ::part] // part
-        whole = ctx.sequence.whole_length // part
-        rows_B = (rows_B[:, None] * whole + numbers).ravel()
+        whole_length = ctx.sequence.whole_length // part
+        rows_B = (rows_B[:, None] * whole_length + numbers).ravel()
     return dataclasses.replace(
         ctx,
         positions_BL=cut(ctx.positions_BL, count),

@@ -148,9 +148,9 @@ class Context:
             sequence = sequence.gathered()
         assert length == sequence.length, (length, sequence)
         if self.chunks_BC is not None:
-            whole = sequence.gathered().length
-            places_BL = chunk_places(self.chunks_BC, whole // self.chunks_BC.shape[1])
-            return places_BL if length == whole else self.shard(places_BL)
+            total = sequence.gathered().length
+            places_BL = chunk_places(self.chunks_BC, total // self.chunks_BC.shape[1])
+            return places_BL if length == total else self.shard(places_BL)
         return sequence.places(jnp.arange(length))[None]
 
     def key(self, place: int) -> jax.Array:

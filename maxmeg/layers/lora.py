@@ -155,10 +155,10 @@ def targeted(paths: list[str], targets: Sequence[str]) -> set[str]:
         }
         if not matches:
             endings = {".".join(path.split(".")[-n:]) for path in paths for n in (1, 2, 3)}
-            near = difflib.get_close_matches(target, sorted(endings), 3, 0.5)
+            suggestions = difflib.get_close_matches(target, sorted(endings), 3, 0.5)
             raise ValueError(
                 f"lora.targets: {target!r} matches no projection; did you mean "
-                f"{', '.join(near or sorted({path.split('.')[-1] for path in paths}))}?"
+                f"{', '.join(suggestions or sorted({path.split('.')[-1] for path in paths}))}?"
             )
         chosen |= matches
     return chosen

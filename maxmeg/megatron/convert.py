@@ -152,9 +152,9 @@ def import_megatron(
 def tensor(reader: TorchDistReader, binding: Binding, pieces: list[Piece]) -> np.ndarray:
     """Return one tensor of the checkpoint, without Megatron-LM's padding of the vocabulary."""
     read = [reader.read(name, *index) for name, index in pieces]
-    whole = read[0] if len(read) == 1 else np.concatenate(read)
+    array = read[0] if len(read) == 1 else np.concatenate(read)
     # The padding is not zero.
-    return whole[: binding.shape[0]] if binding.ours[0].name in VOCABULARY_TABLES else whole
+    return array[: binding.shape[0]] if binding.ours[0].name in VOCABULARY_TABLES else array
 
 
 def is_checkpoint(folder: str | os.PathLike) -> bool:
@@ -429,8 +429,8 @@ def find_piece(name: str, names: Mapping[str, str]) -> Piece | None:
     for plain, numbered in NUMBERED.items():
         for pattern, index in [*ways]:
             if number := numbered.search(pattern):
-                whole = pattern[: number.start()] + plain + pattern[number.end() :]
-                ways.append((whole, (*index, int(number[1]))))
+                key = pattern[: number.start()] + plain + pattern[number.end() :]
+                ways.append((key, (*index, int(number[1]))))
     return next(((names[pattern], index) for pattern, index in ways if pattern in names), None)
 
 
@@ -463,12 +463,12 @@ def shape_problems(
             yield f"{key} {list(shape)} has no entry {', '.join(map(str, index))}"
             return
         shapes.append(shape[lead:])
-    whole = shapes[0]
+    full_shape = shapes[0]
     if count > 1:
-        whole = (sum(shape[0] for shape in shapes if shape), *whole[1:])
+        full_shape = (sum(shape[0] for shape in shapes if shape), *full_shape[1:])
     target = binding.shape
-    if binding.ours[0].name in VOCABULARY_TABLES and whole[1:] == target[1:]:
-        if whole[0] < target[0]:
-            yield f"{pieces[0][0]} has {whole[0]} words, the model {target[0]}"
-    elif whole != target or any(shape[1:] != target[1:] for shape in shapes):
-        yield f"{pieces[0][0]} is {list(whole)}, the model needs {list(target)}"
+    if binding.ours[0].name in VOCABULARY_TABLES and full_shape[1:] == target[1:]:
+        if full_shape[0] < target[0]:
+            yield f"{pieces[0][0]} has {full_shape[0]} words, the model {target[0]}"
+    elif full_shape != target or any(shape[1:] != target[1:] for shape in shapes):
+        yield f"{pieces[0][0]} is {list(full_shape)}, the model needs {list(target)}"

@@ -100,8 +100,8 @@ class TorchDistReader:
             raise ValueError(f"tensor {name} of shape {shape} has no entry {place}")
         entries, rest = [(i, i + 1) for i in index], [(0, size) for size in shape[lead:]]
         target: Box = (*entries, *rest)
-        near = self._entries(name).get(index[0], []) if index else self._parts[name]
-        parts = [(part, common(part.box, target)) for part in near]
+        candidates = self._entries(name).get(index[0], []) if index else self._parts[name]
+        parts = [(part, common(part.box, target)) for part in candidates]
         parts = [(part, box) for part, box in parts if volume(box)]
         self._check_cover(name, [box for _, box in parts], target)
         array = np.empty([end - begin for begin, end in target], DTYPES[self.dtypes[name]])

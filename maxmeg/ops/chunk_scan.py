@@ -201,15 +201,15 @@ def part_of(plan: Plan, x, place: Place, head, heads: int) -> typing.Any:
     return jnp.pad(x, (*padding, *((0, 0),) * (x.ndim - 2)))
 
 
-def put(whole, part, head, place: Place, add: bool = False) -> typing.Any:
-    """`whole` [B, L, H, ...] with the part of a tile, or with this added, from head `head` on."""
-    if whole is None:
+def put(array, part, head, place: Place, add: bool = False) -> typing.Any:
+    """`array` [B, L, H, ...] with the part of a tile, or with this added, from head `head` on."""
+    if array is None:
         return None
-    start = 0, place.token, head, *(0,) * (whole.ndim - 3)
+    start = 0, place.token, head, *(0,) * (array.ndim - 3)
     part = part[:, : place.count]
     if add:
-        part = part + lax.dynamic_slice(whole, start, part.shape)
-    return lax.dynamic_update_slice(whole, part.astype(whole.dtype), start)
+        part = part + lax.dynamic_slice(array, start, part.shape)
+    return lax.dynamic_update_slice(array, part.astype(array.dtype), start)
 
 
 def block_state(plan: Plan, state_BHNP, head) -> jax.Array:
@@ -230,19 +230,19 @@ def over_tiles(plan: Plan, length: int, tile, carry, states=None, reverse: bool 
     states: in the form of those outputs.
     """
     size = plan.chunk * plan.chunks
-    whole, rest = divmod(length, size)
+    num_tiles, rest = divmod(length, size)
     outputs: list = [None, None]
     extra = ((), ()) if states is None else ((states[0],), (states[1],))
 
     def last(carry):
         if rest:
-            carry, outputs[1] = tile(carry, whole * size, rest, *extra[1])
+            carry, outputs[1] = tile(carry, num_tiles * size, rest, *extra[1])
         return carry
 
     if reverse:
         carry = last(carry)
-    if whole:
-        tokens = jnp.arange(whole) * size
+    if num_tiles:
+        tokens = jnp.arange(num_tiles) * size
         carry, outputs[0] = lax.scan(
             lambda carry, x: tile(carry, x[0], size, *x[1:]),
             carry,

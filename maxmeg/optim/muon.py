@@ -109,14 +109,14 @@ def scale_by_muon(
 
         momentum, first = blend(muon.momentum, momentum, matrices), blend(beta1, first, others)
         second = blend(beta2, state.nu, jax.tree.map(jnp.square, others))
-        ahead = blend(muon.momentum, momentum, matrices) if muon.nesterov else momentum
+        inputs = blend(muon.momentum, momentum, matrices) if muon.nesterov else momentum
         corrections = [1 - rate ** count.astype(jnp.float32) for rate in (beta1, beta2)]
 
         def adam(m, v):
             root = jnp.sqrt(v / corrections[1]) + config.eps
             return (m / corrections[0]) / root
 
-        directions = (orthogonalized(ahead, muon, mesh, zero1), jax.tree.map(adam, first, second))
+        directions = (orthogonalized(inputs, muon, mesh, zero1), jax.tree.map(adam, first, second))
         return joined(*directions), MuonState(count, joined(momentum, first), second)
 
     return optax.GradientTransformation(init, update)

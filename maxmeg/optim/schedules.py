@@ -314,10 +314,10 @@ def _schedule_segments(schedule, sequence_length, final, origin):
 def _check_divisible(size, multiple):
     if size % multiple:
         lower = size // multiple * multiple
-        near = [str(value) for value in (lower, lower + multiple) if value > 0]
+        multiples = [str(value) for value in (lower, lower + multiple) if value > 0]
         raise ValueError(
             f"batch size {size} is not divisible by {multiple} (micro-batch times replicas):"
-            f" choose {' or '.join(near)}, or change train.micro_batch_size"
+            f" choose {' or '.join(multiples)}, or change train.micro_batch_size"
         )
 
 

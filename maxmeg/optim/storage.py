@@ -210,7 +210,7 @@ def divided(model):
     """(the model with bfloat16 weights, a tree of remainders, uint16), from float32 masters.
 
     A weight is its master, rounded to the nearest (ties away from zero); the remainder is the
-    master's low 16 bits. `whole` is the inverse.
+    master's low 16 bits. `merged` is the inverse.
     """
 
     def one(variable: nnx.Variable, weights: bool) -> nnx.Variable:
@@ -228,7 +228,7 @@ def divided(model):
     )
 
 
-def whole(model, remainders):
+def merged(model, remainders):
     """The model with float32 masters, bit for bit. remainders None: the model."""
     if remainders is None:
         return model

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from maxmeg.config.schema import OptimConfig, Optimizer
 from maxmeg.layers.auxiliary import choose
-from maxmeg.optim.storage import STACKED, divided, orders, whole
+from maxmeg.optim.storage import STACKED, divided, merged, orders
 from maxmeg.parallel.ordering import never
 from maxmeg.parallel.parameter import is_variable
 from maxmeg.parallel.trainable import fixed, joined, part, trained
@@ -92,13 +92,13 @@ def on_device(model, dtype, mesh: Mesh):
             return slices.put(copies, layer, i)
 
         copies = lax.fori_loop(0, slices.count(arrays), body, copies)
-        model = joined(slices.whole(copies), model)
+        model = joined(slices.merge(copies), model)
     return model
 
 
 def apply(optimize: Callable, decay: jax.Array, gradients, old: Parts, aux: list, **rows) -> Parts:
     """Update arrays in device memory; returns float32 masters without remainders."""
-    masters = whole(trained(old.model), old.remainders)
+    masters = merged(trained(old.model), old.remainders)
     updates, moments = optimize(gradients, old.moments, masters, **rows)
     model = joined(jax.tree.map(jnp.add, masters, updates), fixed(old.model))
     model.update(aux)
@@ -137,7 +137,7 @@ class Slices:
             lambda a: a.reshape(*shape, *a.shape[1:]) if self.stages else a[None, None], tree
         )
 
-    def whole(self, tree):
+    def merge(self, tree):
         """The inverse of `split`."""
         return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]) if self.stages else a[0, 0], tree)
 
@@ -146,7 +146,7 @@ class Slices:
 
     def take(self, tree, i):
         start = i * self.size
-        return self.whole(
+        return self.merge(
             jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, start, self.size, 1), tree)
         )
 
@@ -177,7 +177,7 @@ def in_loop(
     # arrays from the host before other loops run.
     length = slices.count(arrays) + never(jax.tree.leaves(gradients)[0])
     arrays, scalars = lax.fori_loop(0, length, body, (arrays, scalars))
-    return joined(slices.whole(arrays), scalars)
+    return joined(slices.merge(arrays), scalars)
 
 
 def groups_of(weights) -> list[int | None]:

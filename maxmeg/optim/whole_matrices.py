@@ -59,8 +59,8 @@ def on_whole_matrices(
         number, routes = plan(variables, mesh, zero1, exchanged)
 
         def local(*shards: jax.Array) -> tuple[jax.Array, ...]:
-            wholes = [whole(x, number, route) for x, route in zip(shards, routes, strict=True)]
-            rows = zip(function(*wholes), shards, routes, strict=True)
+            matrices = [gather(x, number, route) for x, route in zip(shards, routes, strict=True)]
+            rows = zip(function(*matrices), shards, routes, strict=True)
             return tuple(sharded(x, shard, route) for x, shard, route in rows)
 
         axes = [storage_axes(v, mesh, zero1) for v in variables]
@@ -111,7 +111,7 @@ def copied_over(axes: set[str], devices: int, number: int, count: Callable[[Axes
     return copies
 
 
-def whole(x: jax.Array, number: int, route) -> jax.Array:
+def gather(x: jax.Array, number: int, route) -> jax.Array:
     """The device's matrices [matrices, rows, columns], from its shard [..., rows, columns]."""
     x = x.reshape(-1, *x.shape[-2:])
     x = jnp.pad(x, ((0, number - x.shape[0]), (0, 0), (0, 0)))
@@ -121,7 +121,7 @@ def whole(x: jax.Array, number: int, route) -> jax.Array:
 
 
 def sharded(x: jax.Array, shard: jax.Array, route) -> jax.Array:
-    """The inverse of `whole`: the shard, of the shape of `shard`."""
+    """The inverse of `gather`: the shard, of the shape of `shard`."""
     for axes, dim in reversed(route):
         x = collectives.exchange(x, axes, dim, 0) if dim else collectives.gather(x, axes, 0)
     return x[: math.prod(shard.shape[:-2])].reshape(shard.shape)

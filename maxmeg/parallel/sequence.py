@@ -49,9 +49,9 @@ class SequenceShard:
             return typing.cast(Index, in_piece_L)
         chunk = self.whole_length // (2 * self.context_size)
         is_second_L = in_piece_L // chunk
-        ahead = 2 * (self.context_size - 1 - self.context_rank) * chunk  # between the two chunks
+        distance = 2 * (self.context_size - 1 - self.context_rank) * chunk  # between the two chunks
         first = self.context_rank * chunk
-        return typing.cast(Index, first + in_piece_L + is_second_L * ahead)
+        return typing.cast(Index, first + in_piece_L + is_second_L * distance)
 
 
 def context_order(whole_length: int, context_size: int) -> np.ndarray:

@@ -154,8 +154,8 @@ class Executor:
     def unit(self, g: int) -> Callable:
         """The unit of group g. On one stage without a whole loop, its forward and backward are in
         one computation."""
-        whole = self.looped[g] and self.layout.slots(g) % self.program.unroll == 0
-        return functools.partial(self.program.unit, prevent_cse=self.alone and not whole)
+        has_full_loop = self.looped[g] and self.layout.slots(g) % self.program.unroll == 0
+        return functools.partial(self.program.unit, prevent_cse=self.alone and not has_full_loop)
 
     def start(self) -> Carry:
         table, program = self.table, self.program

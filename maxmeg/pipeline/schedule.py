@@ -112,11 +112,11 @@ def runs(table: Table, ends_apart: bool = False) -> list[tuple[int, int, tuple[s
         + ("head",) * bool(with_head[tick])
         for tick in range(table.ticks)
     ]
-    apart = (1, table.ticks - 1) if ends_apart else ()
+    end_ticks = (1, table.ticks - 1) if ends_apart else ()
     starts = [
         tick
         for tick in range(table.ticks)
-        if tick == 0 or on[tick] != on[tick - 1] or tick in apart
+        if tick == 0 or on[tick] != on[tick - 1] or tick in end_ticks
     ]
     return [
         (start, stop, on[start])
@@ -132,8 +132,8 @@ def live(table: Table) -> list[int]:
     last_reader = table.weight or table.backward
     if last_reader is None:
         return [0] * table.stages
-    written, read = (_ticks(table, lane) for lane in (table.forward, last_reader))
-    return [most_at_once(written[:, s], read[:, s]) for s in range(table.stages)]
+    writes, read = (_ticks(table, lane) for lane in (table.forward, last_reader))
+    return [most_at_once(writes[:, s], read[:, s]) for s in range(table.stages)]
 
 
 def most_at_once(first: np.ndarray, last: np.ndarray) -> int:

@@ -44,11 +44,11 @@ class SplitVjp(UnitVjp):
         shapes = (self.residuals, params, constants, self.output_shape(params, x, constants))
         shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), shapes)
 
-        def whole(*arguments):
+        def backward(*arguments):
             traced = jax.make_jaxpr(self.backward)(*arguments)
             return inlined(traced.jaxpr, traced.consts, jax.tree.leaves(arguments))
 
-        traced = jax.make_jaxpr(whole)(*shapes)
+        traced = jax.make_jaxpr(backward)(*shapes)
         self.jaxpr, self.consts = traced.jaxpr, traced.consts
         self.x_tree = jax.tree.structure(x)
         self.first, self.second, self.stored = divide(self.jaxpr, self.x_tree.num_leaves)
@@ -185,5 +185,5 @@ def least_stored(targets: set, makers: dict) -> set:
     left = graph - maximum_flow(graph, source, sink).flow
     left.data = np.maximum(left.data, 0)
     left.eliminate_zeros()
-    near = set(breadth_first_order(left, source, return_predecessors=False).tolist())
-    return {v for v, i in number.items() if 2 * i in near and 2 * i + 1 not in near}
+    reachable = set(breadth_first_order(left, source, return_predecessors=False).tolist())
+    return {v for v, i in number.items() if 2 * i in reachable and 2 * i + 1 not in reachable}

@@ -271,8 +271,8 @@ def _local_device_ids(
     if local_size == 1 or "JAX_LOCAL_DEVICE_IDS" in environ:  # the latter is read by JAX
         return None
     on_node = environ.get("SLURM_GPUS_ON_NODE")
-    listed = environ.get("CUDA_VISIBLE_DEVICES")
-    visible = len([name for name in listed.split(",") if name]) if listed is not None else None
+    ids = environ.get("CUDA_VISIBLE_DEVICES")
+    visible = len([name for name in ids.split(",") if name]) if ids is not None else None
     if visible is not None and (visible < local_size or (on_node and visible < int(on_node))):
         return None  # the launcher has already divided the GPUs
     count = visible if visible is not None else int(on_node or local_size)

@@ -34,7 +34,7 @@ class Generator:
         self.trained, self.model, self.batch = trained, trained.config.model, batch
         self.search, retro = search, self.model.retro
         self.chunk = retro.chunk_length
-        self.near = trained.config.data.num_neighbours * retro.neighbour_length  # of a chunk
+        self.neighbour_tokens = trained.config.data.num_neighbours * retro.neighbour_length
         function = functools.partial(next_tokens, max_position=self.model.max_position)
         self.program = jitted(function, trained.config, trained.mesh, trained.model)
 
@@ -79,7 +79,7 @@ class Generator:
         longest = max(len(reply.prompt) + reply.request.num_tokens for reply in replies)
         count = -(-longest // self.chunk)
         ids_BL = np.zeros((len(replies), count * self.chunk), np.int32)
-        near_BCS = np.zeros((len(replies), count, self.near), np.int32)
+        near_BCS = np.zeros((len(replies), count, self.neighbour_tokens), np.int32)
         segments_BCS = np.zeros_like(near_BCS)  # 0: no neighbour, also of incomplete chunks
         for row, reply in enumerate(replies):
             ids_BL[row, : len(reply.prompt)] = reply.prompt

@@ -176,9 +176,9 @@ class Search:
         sizes = np.full(len(ids), self.database.length)
         vectors = self.encoder.embed(texts_of(ids, sizes, self.tokenizer))
         rows = self.index.search(vectors, self.count)[1]
-        near, lengths = self.database.read(rows.ravel(), self.length)
+        ids_of_rows, lengths = self.database.read(rows.ravel(), self.length)
         is_token = np.arange(self.length) < lengths[:, None]
-        return near.reshape(len(ids), -1), is_token.reshape(len(ids), -1)
+        return ids_of_rows.reshape(len(ids), -1), is_token.reshape(len(ids), -1)
 
 
 def open_search(config: Config, encoder: Encoder) -> Search:

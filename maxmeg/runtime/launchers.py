@@ -20,8 +20,8 @@ def main(arguments: Sequence[str]) -> int:
         print(f"{__doc__}\n{', '.join(files)}")
         return 0
     if len(arguments) > 1 or arguments[0] not in files:
-        near = nearest_few(arguments[0], list(files))
-        raise ValueError(f"no launch script is named {' '.join(arguments)}: there are {near}")
+        names = nearest_few(arguments[0], list(files))
+        raise ValueError(f"no launch script is named {' '.join(arguments)}: there are {names}")
     print(files[arguments[0]])
     return 0
 

@@ -130,16 +130,16 @@ class Api:
             events = self._events(ticket, pieces, head, with_usage)
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
             return StreamingResponse(events, headers=headers, media_type="text/event-stream")
-        whole, count = [], 0
+        entries, count = [], 0
         async for index, piece, new in pieces:
             if "delta" in piece:
                 piece["message"] = {"content": None, "refusal": None} | piece.pop("delta")
                 for call in piece["message"].get("tool_calls", ()):
                     del call["index"]
-            whole.append({"index": index, **piece})
+            entries.append({"index": index, **piece})
             count += new
-        whole.sort(key=lambda each: each["index"])
-        return Json({**head, "choices": whole, "usage": usage(ticket.prompts, count)})
+        entries.sort(key=lambda each: each["index"])
+        return Json({**head, "choices": entries, "usage": usage(ticket.prompts, count)})
 
     async def _pieces(
         self, ticket: Ticket, choices: Sequence[Choice], logprobs: bool

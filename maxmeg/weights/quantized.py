@@ -66,7 +66,7 @@ class Codes(nnx.Module):
 
     def product(self, x: jax.Array, weight: nnx.Variable) -> jax.Array:
         """x [.., T, I] times the codes; the gradient goes to `weight`."""
-        copies, w = self.whole(), unshard_parameter(weight)
+        copies, w = self.gather(), unshard_parameter(weight)
         key = None if self.keys is None else self.keys[...]
         return matmul(x, w, copies[0], copies[-1], self.recipe, key)
 
@@ -77,9 +77,9 @@ class Codes(nnx.Module):
                 "train.quantization.recipe=nvfp4, mxfp4 and qat_... need equally many rows for "
                 "each expert: set model.moe.backend=batched, or an 8-bit recipe"
             )
-        return {"codes": self.whole(), "recipe": self.recipe}
+        return {"codes": self.gather(), "recipe": self.recipe}
 
-    def whole(self) -> list[Quantized]:
+    def gather(self) -> list[Quantized]:
         """The copies gathered over fsdp."""
         return [tuple(unshard_parameter(array) for array in copy) for copy in self.copies]
 

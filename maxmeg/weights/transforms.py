@@ -120,8 +120,8 @@ class KvSlice:
         return jax.tree.map(functools.partial(_head, collectives.local_kv_head), model, self.places)
 
     def leave(self, gradients):
-        whole = functools.partial(_head, collectives.at_kv_head)
-        return jax.tree.map(whole, gradients, trained(self.places))
+        gather_head = functools.partial(_head, collectives.at_kv_head)
+        return jax.tree.map(gather_head, gradients, trained(self.places))
 
 
 def _head(function, array: jax.Array, place: Reduction) -> jax.Array:

@@ -9,8 +9,8 @@ from maxmeg.config.layers import (
     grouped,
     one_layer,
     parse,
+    pattern_of,
     places,
-    written,
 )
 
 ATTENTION, LOCAL = (("attention",), ("mlp",)), (("local",), ("mlp",))
@@ -72,7 +72,7 @@ def test_a_pattern_is_read_or_refused(pattern, num_layers):
 def test_grouped_layers_and_their_pattern_give_the_same_layers(layers):
     groups = grouped(tuple(layers))
     assert [layer for unit, repeats in groups for _ in range(repeats) for layer in unit] == layers
-    assert list(parse(written(layers), len(layers))) == layers
+    assert list(parse(pattern_of(layers), len(layers))) == layers
     found = places(groups)
     assert len(set(found)) == len(layers)
     for layer, place in zip(layers, found, strict=True):

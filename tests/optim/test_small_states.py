@@ -147,7 +147,7 @@ def test_every_float32_comes_back_and_its_weight_is_the_nearest():
     bits[0, :] = (bits[0] & 0xFFFF0000) | 0x8000  # ties
     x = jnp.asarray(np.where(np.isfinite(bits.view(np.float32)), bits, 0).view(np.float32))
     weights, rest = storage.divided({"w": parameter(x, "embed", "mlp")})
-    back = storage.whole(weights, rest)["w"][...]
+    back = storage.merged(weights, rest)["w"][...]
     np.testing.assert_array_equal(back.view(np.uint32), x.view(np.uint32))
     lower = np.asarray(x).view(np.uint32) & 0xFFFF
     nearest = np.asarray(x.astype(jnp.bfloat16))[lower != 0x8000]  # of ties, the even one

@@ -30,11 +30,11 @@ def normalized(
     any other field, such as tool_calls, is an error. field: the name of the messages in errors.
     ValueError names the field that is wrong.
     """
-    listed = parsed(messages, field)
-    if not isinstance(listed, Sequence) or isinstance(listed, str) or not listed:
+    entries = parsed(messages, field)
+    if not isinstance(entries, Sequence) or isinstance(entries, str) or not entries:
         raise ValueError(f"{field}={excerpt(messages)} is not a list of messages")
-    result = [_message(m, f"{field}[{i}]", is_trained) for i, m in enumerate(listed)]
-    return result, _listed(tools, "tools", _tool) or None
+    result = [_message(m, f"{field}[{i}]", is_trained) for i, m in enumerate(entries)]
+    return result, _list(tools, "tools", _tool) or None
 
 
 def parsed(value: Any, field: str) -> Any:
@@ -57,7 +57,7 @@ def _message(message: Any, field: str, is_trained: bool) -> Fields:
     role = fields["role"] = _text(fields, "role", field)
     if role == "developer":
         fields["role"] = "system"
-    if calls := _listed(fields.pop("tool_calls", None), f"{field}.tool_calls", _call):
+    if calls := _list(fields.pop("tool_calls", None), f"{field}.tool_calls", _call):
         fields["tool_calls"] = calls
     fields["content"] = _content(fields, field, is_trained)
     for name, other in (_REASONING, _REASONING[::-1]):
@@ -135,13 +135,13 @@ def _nested(value: Any, field: str, outer: Iterable[str]) -> Fields:
     return fields
 
 
-def _listed(value: Any, field: str, read: Callable[[Any, str], Fields]) -> list[Fields]:
-    listed = parsed(value, field)
-    if listed is None:
+def _list(value: Any, field: str, read: Callable[[Any, str], Fields]) -> list[Fields]:
+    entries = parsed(value, field)
+    if entries is None:
         return []
-    if not isinstance(listed, list | tuple):
+    if not isinstance(entries, list | tuple):
         raise ValueError(f"{field}={excerpt(value)} is not a list")
-    return [read(item, f"{field}[{number}]") for number, item in enumerate(listed)]
+    return [read(item, f"{field}[{number}]") for number, item in enumerate(entries)]
 
 
 def _object(value: Any, field: str, kind: str) -> Fields:

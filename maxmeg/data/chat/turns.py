@@ -272,11 +272,11 @@ def _marked_spans(
     """The spans of the {% generation %} blocks in each text; marked: the prompt of each text's
     first turn, and the text, with marks."""
     spans = []
-    for text, before, whole in zip(texts, marked[::2], marked[1::2], strict=True):
-        if isinstance(whole, BadRow):
-            raise whole
+    for text, before, marks in zip(texts, marked[::2], marked[1::2], strict=True):
+        if isinstance(marks, BadRow):
+            raise marks
         num_before = before.count(MARKS[0]) if isinstance(before, str) else 0
-        spans.append(_spans_by_marks(text.text, whole, num_before if spans or row["first"] else 0))
+        spans.append(_spans_by_marks(text.text, marks, num_before if spans or row["first"] else 0))
     return spans
 
 

@@ -401,16 +401,16 @@ class IndexedWriter:
                         file.write(part)
                         index.update(part)
                     _sync_and_close(file)
-                written = [".bin", ".idx"]
+                suffixes = [".bin", ".idx"]
                 if self._sums is not None:
                     sums = checksum.Sums({".bin": self._sums.finish(), ".idx": index.finish()})
                     with open(self._temporary[checksum.SUFFIX], "wb") as file:
                         file.write(checksum.render(sums))
                         _sync_and_close(file)
-                    written.insert(1, checksum.SUFFIX)
+                    suffixes.insert(1, checksum.SUFFIX)
                 for suffix in (".idx", checksum.SUFFIX):
                     Path(self.prefix + suffix).unlink(missing_ok=True)
-                for suffix in written:
+                for suffix in suffixes:
                     os.replace(self._temporary[suffix], self.prefix + suffix)
                 flush(Path(self.prefix).parent)
         finally:

@@ -109,9 +109,9 @@ def read_range(path: str, begin: int, end: int) -> bytes:
 def _read_object(store: Any, key: str, begin: int, end: int) -> bytes:
     data = store.cat_file(key, start=begin, end=end)
     if len(data) != end - begin:
-        whole = store.info(key)["size"]
-        if whole < end:
-            raise ValueError(f"it ends at byte {whole}, before byte {end}: it was cut or replaced")
+        size = store.info(key)["size"]
+        if size < end:
+            raise ValueError(f"it ends at byte {size}, before byte {end}: it was cut or replaced")
         raise EOFError(f"{len(data)} of the bytes [{begin}, {end}) came")
     return data
 

@@ -26,7 +26,7 @@ _OFF = 2  # and a split whose share of the tokens differs from its weight by thi
 class SplitUse:
     """A split of a run. Its samples are those of the training, or of one evaluation."""
 
-    whole: Use
+    total: Use
     corpora: tuple[Use, ...]
 
 
@@ -104,10 +104,10 @@ def split_warnings(uses: Sequence[SplitUse], weights: Mapping[str, float] | None
     """Warnings about splits that are too small or far from their weights (which sum to 1)."""
     if weights is None:
         return []
-    total = sum(split.whole.tokens for split in uses)
+    total = sum(split.total.tokens for split in uses)
     warnings = []
     for split in uses:
-        use, weight = split.whole, weights[split.whole.name]
+        use, weight = split.total, weights[split.total.name]
         share = use.tokens / total
         few = use.documents is not None and use.documents < _FEW_DOCUMENTS
         if few or not weight / _OFF <= share <= weight * _OFF:
@@ -149,11 +149,11 @@ def composition_text(uses: Sequence[SplitUse]) -> str:
     """A table of the splits and their corpora."""
     lines = [f"{'data':22} {'documents':>11} {'tokens':>18} {'samples read':>13} {'epochs':>10}"]
     for split in uses:
-        rows = [split.whole, *(split.corpora if len(split.corpora) > 1 else ())]
+        rows = [split.total, *(split.corpora if len(split.corpora) > 1 else ())]
         for use in rows:
-            name = use.name if use is split.whole else f"  {use.name[-20:]}"
+            name = use.name if use is split.total else f"  {use.name[-20:]}"
             documents = "-" if use.documents is None else f"{use.documents:,}"
-            each = ", each time" if use is split.whole and use.name != SPLITS[0] else ""
+            each = ", each time" if use is split.total and use.name != SPLITS[0] else ""
             lines.append(
                 f"{name + each:22} {documents:>11} {use.tokens:>18,} {use.samples:>13,.0f} "
                 f"{use.epochs:>10,.3f}"

@@ -177,8 +177,8 @@ def race_rows(config: DataConfig, path: str) -> Iterator[tuple[str, Any]]:
             for question, options, answer in questions:
                 # The choice fills the gap of the question, or follows it, as in Megatron-LM.
                 gap = isinstance(question, str) and "_" in question
-                whole = [question.replace("_", c) if gap else f"{question} {c}" for c in options]
-                row = {"context": article, "question": "", "choices": whole, "label": answer}
+                choices = [question.replace("_", c) if gap else f"{question} {c}" for c in options]
+                row = {"context": article, "question": "", "choices": choices, "label": answer}
                 yield place, row
 
 
@@ -248,8 +248,8 @@ def chosen(config: DataConfig, place: str, row: Mapping[str, Any]) -> Example:
             f"{label}={answer!r} is none of its {len(options)} {choices}, from 0 or from A"
         )
     passage = field(row, context, str, "")
-    whole = [f"{question_text} {option}".strip() for option in options]
-    texts = tuple((text, passage) for text in whole)
+    candidates = [f"{question_text} {option}".strip() for option in options]
+    texts = tuple((text, passage) for text in candidates)
     return Example(place, texts, indices[str(answer)])
 
 

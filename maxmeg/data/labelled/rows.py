@@ -101,11 +101,11 @@ class Encoder:
         ends = np.maximum(characters[:, 1], characters[:, 0] + 1)
         firsts = np.searchsorted(ends, begins, side="right")
         labels[firsts[firsts < len(ids)]] = np.array(words.labels)[firsts < len(ids)]
-        whole, _, excess = self.pair(ids, ids[:0], self.length)
+        row, _, excess = self.pair(ids, ids[:0], self.length)
         at, length = len(self.opening), len(ids) - excess
-        placed = np.full(len(whole), ABSENT, np.int32)
+        placed = np.full(len(row), ABSENT, np.int32)
         placed[at : at + length] = labels[:length]
-        return [(whole, len(whole), placed)], excess
+        return [(row, len(row), placed)], excess
 
     def encoded(self, example: Example | Words) -> list[Text]:
         """The texts of an example; none if it is too long, and not to be cut."""

@@ -106,7 +106,7 @@ class _Targets:
         self._ratio = int(1 / short_probability + 0.5) if short_probability else 0
         self._ready = np.empty(0, np.int64)
 
-    def ahead(self, count: int) -> np.ndarray:
+    def peek(self, count: int) -> np.ndarray:
         """At least the next `count` numbers; they remain the next until `use`."""
         missing = count - len(self._ready)
         if missing > 0:
@@ -199,8 +199,8 @@ class SentenceSamples:
         ends = np.searchsorted(totals, totals[:-1] + self.longest)
         ends = np.maximum(ends, starts + self.fewest)
         ends = np.where(ends > last - 2, last, ends).data
-        ahead = targets.ahead(count + len(sizes))
-        drawn, sums, longest, at = ahead.data, totals.data, self.longest, 0
+        next_lengths = targets.peek(count + len(sizes))
+        drawn, sums, longest, at = next_lengths.data, totals.data, self.longest, 0
         sample_ends, numbers = [], [0]  # ends of samples; number of samples at each document's end
         for start, stop in zip(firsts[usable].tolist(), lasts[usable].tolist(), strict=True):
             while start < stop:
@@ -221,7 +221,7 @@ class SentenceSamples:
         begins[numbers[:-1]] = firsts[usable]
         draws = np.arange(len(sample_ends)) + np.repeat(np.arange(len(document)), document)
         return np.stack(
-            [origin + begins, origin + np.array(sample_ends, np.int64), ahead[draws]], axis=1
+            [origin + begins, origin + np.array(sample_ends, np.int64), next_lengths[draws]], axis=1
         )
 
 

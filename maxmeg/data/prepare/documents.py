@@ -228,8 +228,8 @@ def _decompressed(member: Any, block: bytes) -> Iterator[bytes]:
 
 
 def _lines(blocks: Iterator[bytes]) -> Iterator[bytes]:
-    for whole in whole_lines(blocks):
-        lines = whole.split(b"\n")
+    for block in whole_lines(blocks):
+        lines = block.split(b"\n")
         yield from lines if lines[-1] else lines[:-1]
 
 

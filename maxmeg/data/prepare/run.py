@@ -181,13 +181,13 @@ def _in_parts(work: _Work, bounds: tuple[int, int], output: str, share: Share) -
         stream = (
             (path, chunk) for path in missing for chunk in chunks(parts[path], options.json_keys)
         )
-        whole = dataclasses.replace(options, checksums=True)
+        part_options = dataclasses.replace(options, checksums=True)
         with contextlib.closing(work.encode(stream)) as encoded:
             for path, group in itertools.groupby(encoded, key=operator.itemgetter(0)):
                 with atomic_folder(path) as temporary:
                     encoded_part = (result for _, result in group)
                     report = write_all(
-                        encoded_part, str(temporary / "part"), whole, work.tokenizer, True
+                        encoded_part, str(temporary / "part"), part_options, work.tokenizer, True
                     )
                     counts = {name: getattr(report, name) for name in _COUNTS}
                     write_atomically(temporary / "counts.json", json.dumps(counts).encode())
@@ -215,8 +215,8 @@ def _write_shuffled(
         assert options.shuffle_seed is not None
         columns = [[IndexedDataset(prefix)] for prefix in report.prefixes.values()]
         documents = shuffled_documents(columns, options.shuffle_seed)
-        written = write_all(documents, output, options, tokenizer, may_be_empty)
-    return dataclasses.replace(report, prefixes=written.prefixes)
+        final_report = write_all(documents, output, options, tokenizer, may_be_empty)
+    return dataclasses.replace(report, prefixes=final_report.prefixes)
 
 
 def _join(folders: Sequence[Path], output: str, work: _Work, may_be_empty: bool) -> Report:

@@ -218,10 +218,10 @@ class RetroDataset(EpochRows, RebuiltInWorkers):
             "segment_ids": (padded * exists[:, None]).astype(np.int32),
             "positions": np.tile(np.arange(L, dtype=np.int32), (len(rows), 1)),
         }
-        near, lengths = self._neighbours(numbers)
+        neighbours, lengths = self._neighbours(numbers)
         is_token = np.arange(self.neighbour_length) < lengths[:, None]
         is_token &= np.repeat(exists, self.num_neighbours)[:, None]
-        batch["encoder_tokens"] = near * is_token
+        batch["encoder_tokens"] = neighbours * is_token
         of_chunk = np.repeat(segments, self.num_neighbours, axis=0)
         batch["encoder_segment_ids"] = (of_chunk * is_token).astype(np.int32)
         for name in ("tokens", "encoder_tokens"):

@@ -64,8 +64,8 @@ class _Texts:
         opening, config, request = self.opening, self.opening.config, self.opening.request
         num_samples, weights = request.num_samples, opening.weights
         if weights is None and (len(corpora) == 1 or self.is_native):
-            whole = self.single(corpora, num_samples)
-            return self.changing([whole]) if request.changes else whole
+            dataset = self.single(corpora, num_samples)
+            return self.changing([dataset]) if request.changes else dataset
         if weights is None:
             return _join([self.single([corpus], None) for corpus in corpora], opening)
         shares = normalized(weights)

@@ -145,7 +145,7 @@ def parse_spec(spec: str) -> Spec:
     if kind not in KINDS:
         is_huggingface = os.path.exists(kind) or bool(hub_command(kind))
         likely = _SUFFIXES.get(os.path.splitext(kind)[1], "huggingface" * is_huggingface)
-        hint = f"did you mean {likely}:{spec}? " if likely else _near(kind, KINDS)
+        hint = f"did you mean {likely}:{spec}? " if likely else _suggestion(kind, KINDS)
         raise ValueError(
             f"unknown tokenizer {spec!r}: {hint}Choose one of {', '.join(KINDS)}{hub_command(kind)}"
         )
@@ -159,7 +159,7 @@ def parse_spec(spec: str) -> Spec:
         name, equals, value = word.partition("=")
         if name not in allowed:
             raise ValueError(
-                f"tokenizer {spec!r}: {kind} has no option {name!r}: {_near(name, allowed)}"
+                f"tokenizer {spec!r}: {kind} has no option {name!r}: {_suggestion(name, allowed)}"
                 f"Its options: {', '.join(allowed) or 'none'}"
             )
         if not equals or not value or name in options:
@@ -183,6 +183,6 @@ def load_tokenizer(spec: str) -> Tokenizer:
     return tokenizer
 
 
-def _near(name: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(names), 1, 0.5)
-    return f"did you mean {near[0]!r}? " if near else ""
+def _suggestion(name: str, names: Iterable[str]) -> str:
+    matches = difflib.get_close_matches(name, list(names), 1, 0.5)
+    return f"did you mean {matches[0]!r}? " if matches else ""

@@ -61,12 +61,12 @@ class TiktokenTokenizer(Tokenizer):
             )
         count = _number(options, "num_special_tokens", MEGATRON, is_json)
         special = special_names(count, added_names(options)) if count else ()
-        whole = max(ranks.values()) + 1 + max(count, 1)
-        size = min(_number(options, "vocab_size", MEGATRON, is_json) or whole, whole)
+        total = max(ranks.values()) + 1 + max(count, 1)
+        size = min(_number(options, "vocab_size", MEGATRON, is_json) or total, total)
         if size < int(options.get("vocab_size", 0)) or size - max(count, 1) < 256:
             raise ValueError(
                 f"tokenizer option vocab_size={options.get('vocab_size', size)}: {argument} has "
-                f"{whole:,} ids with its {max(count, 1):,} special ones: choose at most so many, "
+                f"{total:,} ids with its {max(count, 1):,} special ones: choose at most so many, "
                 f"and at least {256 + max(count, 1):,}, the single bytes"
             )
         limit = size - max(count, 1)

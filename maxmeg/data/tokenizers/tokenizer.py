@@ -186,8 +186,8 @@ def find_marks(tokenizer: Tokenizer, names: Iterable[str]) -> dict[str, int]:
     for name in names:
         token = tokenizer.token_id(name)
         if token is None:
-            near = difflib.get_close_matches(name, tokenizer.added, 1, 0.5)
-            hint = f"did you mean {near[0]!r}? " if near else ""
+            matches = difflib.get_close_matches(name, tokenizer.added, 1, 0.5)
+            hint = f"did you mean {matches[0]!r}? " if matches else ""
             raise ValueError(
                 f"placeholder {name!r} is not a token of {tokenizer.spec}: {hint}Add it with "
                 "?special_tokens= after the tokenizer's file"

@@ -134,8 +134,8 @@ def _files(reader: _Reader, output: str, recipe: Recipe, kind: str, show: bool) 
     lines = "".join(f"{token}\n" for token in sorted(vocabulary, key=vocabulary.__getitem__))
     text = lines if kind == "wordpiece" else model.to_str(pretty=True)
     config = json.dumps(_config(recipe, kind), indent=2) + "\n"
-    beside = str(Path(output).with_name("tokenizer_config.json"))
-    return {output: text.encode(), beside: config.encode()}
+    settings_path = str(Path(output).with_name("tokenizer_config.json"))
+    return {output: text.encode(), settings_path: config.encode()}
 
 
 def check_recipe(recipe: Recipe, output: str) -> str:
@@ -274,7 +274,7 @@ def _add_symbols(model: Any, recipe: Recipe) -> None:
 def _sentencepiece(texts: Iterable[str], recipe: Recipe, show: bool) -> bytes:
     import sentencepiece
 
-    written, failed = io.BytesIO(), []
+    model_file, failed = io.BytesIO(), []
 
     def lines() -> Iterator[str]:
         try:
@@ -287,7 +287,7 @@ def _sentencepiece(texts: Iterable[str], recipe: Recipe, show: bool) -> bytes:
     try:
         sentencepiece.SentencePieceTrainer.Train(
             sentence_iterator=lines(),
-            model_writer=written,
+            model_writer=model_file,
             model_type=recipe.model,
             vocab_size=recipe.vocab_size,
             character_coverage=recipe.character_coverage or 0.9995,
@@ -310,7 +310,7 @@ def _sentencepiece(texts: Iterable[str], recipe: Recipe, show: bool) -> bytes:
         raise ValueError(
             f"SentencePiece cannot make vocab_size={recipe.vocab_size} of this text: {reason}"
         ) from None
-    return written.getvalue()
+    return model_file.getvalue()
 
 
 def _lines(texts: Iterable[str]) -> Iterator[str]:

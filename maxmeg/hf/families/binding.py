@@ -37,7 +37,7 @@ class Binding:
     exact: bool = False
 
     @classmethod
-    def whole(cls, theirs: str, array: str, shape: tuple[int, ...]) -> "Binding":
+    def of_array(cls, theirs: str, array: str, shape: tuple[int, ...]) -> "Binding":
         """Return the binding of a tensor that is one array as it is."""
         return cls(theirs, shape, (Place(array),), lambda tensor: (tensor,), lambda parts: parts[0])
 

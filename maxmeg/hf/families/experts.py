@@ -127,12 +127,12 @@ class DenseLayers(Part):
 
     def read(self, keys: Keys, fields: Fields) -> None:
         step = keys.read("decoder_sparse_step", 1, int)
-        listed = keys.take("mlp_only_layers")
-        listed = [] if listed is None else listed
-        if not isinstance(listed, list) or not all(type(i) is int and i >= 0 for i in listed):
-            raise refused("mlp_only_layers", listed, "it must be a list of layer numbers")
+        layers = keys.take("mlp_only_layers")
+        layers = [] if layers is None else layers
+        if not isinstance(layers, list) or not all(type(i) is int and i >= 0 for i in layers):
+            raise refused("mlp_only_layers", layers, "it must be a list of layer numbers")
         numbers = range(fields["num_layers"])
-        fields["dense"] = {i for i in numbers if i in listed or (i + 1) % step}
+        fields["dense"] = {i for i in numbers if i in layers or (i + 1) % step}
 
     def write(self, model: ModelConfig) -> Json:
         dense = [i for i in range(model.num_layers) if "moe" not in model.mixers(i)]
@@ -203,12 +203,12 @@ class MoeLayers(Part):
         if not moe:
             return dict(zip(self.names, (model.num_layers, -1, 1), strict=True))
         step = moe[1] - moe[0] if len(moe) > 1 else moe[0] + 1
-        written = dict(zip(self.names, (moe[0], moe[-1], step), strict=True))
+        entries = dict(zip(self.names, (moe[0], moe[-1], step), strict=True))
         fields: Fields = {"num_layers": model.num_layers}
-        self.read(Keys(written), fields)
+        self.read(Keys(entries), fields)
         if {*range(model.num_layers)} - fields["dense"] != {*moe}:
             raise ValueError(f"layers {moe} have experts: {', '.join(self.names)} cannot say it")
-        return written
+        return entries
 
 
 class ScaledStd(Part):

@@ -10,7 +10,7 @@ import re
 import typing
 from collections.abc import Callable, Iterable, Mapping, Set
 
-from maxmeg.config.layers import GROUPS, Layer, one_layer, written
+from maxmeg.config.layers import GROUPS, Layer, one_layer, pattern_of
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.setting import get
 
@@ -196,10 +196,10 @@ def with_layers(fields: Fields) -> Fields:
     """
     fields = dict(fields)
     if kinds := fields.pop("kinds", None):
-        further = [one_layer(fields["mtp.layers"])] if fields.get("mtp.layers") else []
-        unread = unread_groups([*kinds, *further])
+        mtp_kinds = [one_layer(fields["mtp.layers"])] if fields.get("mtp.layers") else []
+        unread = unread_groups([*kinds, *mtp_kinds])
         fields = {n: value for n, value in fields.items() if n.partition(".")[0] not in unread}
-        return {**fields, "layers": written(kinds)}
+        return {**fields, "layers": pattern_of(kinds)}
     count, is_moe = fields["num_layers"], "moe.num_experts" in fields
     local = fields.pop("local", [bool(fields.get("attention.window"))] * count)
     dense = fields.pop("dense", set()) if is_moe else {*range(count)}
@@ -215,7 +215,7 @@ def with_layers(fields: Fields) -> Fields:
         fields = {name: value for name, value in fields.items() if not name.startswith("moe.")}
     if not any(local):
         fields["attention.window"] = 0
-    return {**fields, "layers": written(layers)}
+    return {**fields, "layers": pattern_of(layers)}
 
 
 class Part(typing.Protocol):
@@ -333,8 +333,8 @@ class Renamed(Part):
         keys.read_names |= inner.read_names
 
     def write(self, model: ModelConfig) -> Json:
-        written = self.part.write(model).items()
-        return {self.names.get(name, name): value for name, value in written}
+        entries = self.part.write(model).items()
+        return {self.names.get(name, name): value for name, value in entries}
 
 
 class ScaledEmbedding(Part):

@@ -54,15 +54,15 @@ class ChunkedLayers(UnrotatedLayers):
 
     def write(self, model: ModelConfig) -> Json:
         heads = model.attention
-        written = super().write(model)
+        entries = super().write(model)
         mixers = [model.mixers(layer) for layer in range(model.num_layers)]
-        written["layer_types"] = [CHUNKED if "local" in names else FULL for names in mixers]
-        written["attention_chunk_size"] = heads.chunk or None
-        written["attn_temperature_tuning"] = bool(heads.temperature_length)
+        entries["layer_types"] = [CHUNKED if "local" in names else FULL for names in mixers]
+        entries["attention_chunk_size"] = heads.chunk or None
+        entries["attn_temperature_tuning"] = bool(heads.temperature_length)
         if heads.temperature_length:
-            written["floor_scale"] = heads.temperature_length
-            written["attn_scale"] = heads.temperature_scale
-        return written
+            entries["floor_scale"] = heads.temperature_length
+            entries["attn_scale"] = heads.temperature_scale
+        return entries
 
 
 class ListedExperts(Part):
@@ -72,11 +72,11 @@ class ListedExperts(Part):
 
     def read(self, keys: Keys, fields: Fields) -> None:
         count, step = fields["num_layers"], keys.read("interleave_moe_layer_step", 1, int)
-        listed = keys.take(self.name)
-        listed = [*range(step - 1, count, step)] if listed is None else listed
-        if not isinstance(listed, list) or not all(type(number) is int for number in listed):
-            raise refused(self.name, listed, "it must be a list of layer numbers, or null")
-        fields["dense"] = {*range(count)} - {*listed}
+        layers = keys.take(self.name)
+        layers = [*range(step - 1, count, step)] if layers is None else layers
+        if not isinstance(layers, list) or not all(type(number) is int for number in layers):
+            raise refused(self.name, layers, "it must be a list of layer numbers, or null")
+        fields["dense"] = {*range(count)} - {*layers}
         fields["moe.shared_ffn_size"] = fields["moe.ffn_size"]
 
     def write(self, model: ModelConfig) -> Json:
@@ -150,8 +150,8 @@ class GrowingRotary(Rotary):
 
     def write(self, model: ModelConfig) -> Json:
         """Write both keys of the temperature in any case: transformers computes with them."""
-        heads, written = model.attention, super().write(model)
-        scaling = written["rope_scaling"]
+        heads, entries = model.attention, super().write(model)
+        scaling = entries["rope_scaling"]
         length = scaling.get(ORIGINAL) or heads.temperature_length or model.max_position
         if heads.temperature_length not in (0, length) or heads.temperature_offset:
             raise ValueError(
@@ -159,7 +159,7 @@ class GrowingRotary(Rotary):
                 f"{heads.temperature_offset}: ministral3 has rotary.original_length={length} and 0"
             )
         scale = heads.temperature_scale if heads.temperature_length else 0.0
-        return written | {"rope_scaling": {**scaling, self.name: scale, ORIGINAL: length}}
+        return entries | {"rope_scaling": {**scaling, self.name: scale, ORIGINAL: length}}
 
 
 MINISTRAL3_YARN = {

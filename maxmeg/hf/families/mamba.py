@@ -83,10 +83,10 @@ class WithExperts(Part):
             part.read(keys, fields)
 
     def write(self, model: ModelConfig) -> Json:
-        written: Json = {}
+        entries: Json = {}
         for part in self.parts if model.has("moe") else ():
-            written |= part.write(model)
-        return written
+            entries |= part.write(model)
+        return entries
 
 
 class PureLayers(Part):
@@ -205,11 +205,11 @@ class ListedAttention(Part):
     name = "attn_layer_indices"
 
     def read(self, keys: Keys, fields: Fields) -> None:
-        listed, numbers = keys.take(self.name), range(fields["num_layers"])
-        listed = [] if listed is None else listed
-        if not isinstance(listed, list) or not all(number in numbers for number in listed):
-            raise refused(self.name, listed, f"it must be a list of numbers below {len(numbers)}")
-        first = ["attention" if number in listed else "mamba" for number in numbers]
+        layers, numbers = keys.take(self.name), range(fields["num_layers"])
+        layers = [] if layers is None else layers
+        if not isinstance(layers, list) or not all(number in numbers for number in layers):
+            raise refused(self.name, layers, f"it must be a list of numbers below {len(numbers)}")
+        first = ["attention" if number in layers else "mamba" for number in numbers]
         fields["kinds"] = [((name,), ("mlp",)) for name in first]
 
     def write(self, model: ModelConfig) -> Json:

@@ -101,24 +101,24 @@ def hf_config(
         if not getattr(model, field):
             raise ValueError(f"model.{field}=0 is not set: set it")
     table, tokens = table_of(family), text_part(source or {})
-    written = {"architectures": [family], "model_type": table.model_type}
+    entries = {"architectures": [family], "model_type": table.model_type}
     unset = {name for name in table.never_null if tokens.get(name) is None}
-    written |= {name: tokens.get(name) for name in TOKENS if name not in unset}
+    entries |= {name: tokens.get(name) for name in TOKENS if name not in unset}
     if model.has_source:  # as the samples begin, unless the source says it
         first = tokens.get("pad_token_id" if tokens.get("bos_token_id") is None else "bos_token_id")
-        written[START_TOKEN] = tokens.get(START_TOKEN, first)
+        entries[START_TOKEN] = tokens.get(START_TOKEN, first)
     try:
         for part in table.parts:
-            written |= part.write(model)
-        problems = differences(model, model_config(written))
-        repeated = written | {name: tokens[name] for name in table.repeated_keys if name in tokens}
+            entries |= part.write(model)
+        problems = differences(model, model_config(entries))
+        repeated = entries | {name: tokens[name] for name in table.repeated_keys if name in tokens}
         if table.repeated_keys and not differences(model, model_config(repeated)):
-            written = repeated
+            entries = repeated
     except ValueError as error:
         problems = [str(error)]
     if problems:
         raise ValueError(f"{family} cannot express this model: {'; '.join(problems)}")
-    return written
+    return entries
 
 
 def differences(model: ModelConfig, other: ModelConfig) -> list[str]:
@@ -247,7 +247,7 @@ def bindings(model: ModelConfig, family: str | Family) -> list[Binding]:
         for leaf, name in (("table", "weight"), ("weight", "weight"), ("bias", "bias")):
             if (array := f"{module}.{leaf}") in shapes:
                 is_matrix = leaf == "weight" and len(shapes[array]) > 1
-                binding = Binding.whole(f"{theirs}.{name}", array, shapes[array])
+                binding = Binding.of_array(f"{theirs}.{name}", array, shapes[array])
                 if is_matrix:
                     binding = fused(binding.theirs, binding.ours, shapes, 1, table)
                 result.append(binding)
@@ -314,8 +314,8 @@ def mtp_bindings(
         theirs = mtp_name(getattr(table.mtp, module), depth, model)
         place = (Place(f"{prefix}{module}.weight"),)
         result.append(fused(f"{theirs}.weight", place, shapes, 1, table))
-    apart = "{place}" in table.mtp.prefix
-    for number, part in [(i, (mixers,)) for i, mixers in enumerate(kind)] if apart else [(0, kind)]:
+    parts = [(mixers,) for mixers in kind] if "{place}" in table.mtp.prefix else [kind]
+    for number, part in enumerate(parts):
         names = mtp_name(table.mtp.prefix, depth, model, number), table.layers
         unit = Unit(f"{prefix}layer.", None, number, part)
         result += layer_bindings(names, unit, model, table, shapes)

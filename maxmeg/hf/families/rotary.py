@@ -148,20 +148,20 @@ class Rotary(Part):
         return base
 
     def write(self, model: ModelConfig) -> Json:
-        written: Json = {self.theta: model.rotary.base}
+        entries: Json = {self.theta: model.rotary.base}
         if self.fraction_default:
-            written[self.fraction] = model.rotary.fraction
+            entries[self.fraction] = model.rotary.fraction
         if self.local:
-            written[self.local] = model.rotary.local_base or model.rotary.base
+            entries[self.local] = model.rotary.local_base or model.rotary.base
         scaling = model.rotary.scaling
         kind = "default" if scaling is RotaryScaling.none else scaling.value
         if kind not in self.kinds:
             raise ValueError(f"rope_scaling has no name for model.rotary.scaling={kind}")
         is_plain = kind == "default" and not self.missing
-        written["rope_scaling"] = None if is_plain else written_scaling(kind, model)
+        entries["rope_scaling"] = None if is_plain else written_scaling(kind, model)
         if self.original:
-            written[ORIGINAL] = model.rotary.original_length or model.max_position
-        return written
+            entries[ORIGINAL] = model.rotary.original_length or model.max_position
+        return entries
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,11 +172,11 @@ class UnscaledLocal(Rotary):
     local: str = SLIDING
 
     def write(self, model: ModelConfig) -> Json:
-        written = super().write(model)
-        local = {"rope_type": "default", "rope_theta": written.pop(self.local)}
-        full = {"rope_type": "default", **(written["rope_scaling"] or {})}
-        full["rope_theta"] = written[self.theta]
-        return written | {"rope_parameters": {FULL: full, SLIDING: local}}
+        entries = super().write(model)
+        local = {"rope_type": "default", "rope_theta": entries.pop(self.local)}
+        full = {"rope_type": "default", **(entries["rope_scaling"] or {})}
+        full["rope_theta"] = entries[self.theta]
+        return entries | {"rope_parameters": {FULL: full, SLIDING: local}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,16 +205,16 @@ class LatentRotary(Rotary):
             fields["attention.scale"] = size**-0.5 * grown**2
 
     def write(self, model: ModelConfig) -> Json:
-        written = super().write(model)
-        scaling, size = written["rope_scaling"], model.head_size + model.mla.rotary_size
+        entries = super().write(model)
+        scaling, size = entries["rope_scaling"], model.head_size + model.mla.rotary_size
         grown = math.sqrt((model.attention.scale or size**-0.5) * size**0.5)
         if not scaling or grown <= 1 or model.rotary.factor <= 1:
-            return written
+            return entries
         step = 0.1 * math.log(model.rotary.factor)
         ratio = scaling.pop("attention_factor", 0) or (step + 1)
         scaling[SCALE_ALL] = round((grown - 1) / step, DIGITS)
         scaling[SCALE] = round((ratio * grown - 1) / step, DIGITS)
-        return written
+        return entries
 
 
 def amplitude(scale: float, factor: float) -> float:
@@ -290,12 +290,12 @@ def setting_value(name: str, value: typing.Any, kind: type) -> typing.Any:
 
 
 def written_scaling(kind: str, model: ModelConfig) -> Json:
-    written: Json = {"rope_type": kind}
+    entries: Json = {"rope_type": kind}
     for name in KINDS[kind]:
         value = get(model, FIELDS[name])
         if name != "attention_factor" or value:
-            written[name] = list(value) if isinstance(value, tuple) else value
-    return written
+            entries[name] = list(value) if isinstance(value, tuple) else value
+    return entries
 
 
 def longrope_notes(model: ModelConfig) -> tuple[str, ...]:

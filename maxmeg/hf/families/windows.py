@@ -146,13 +146,13 @@ class UnrotatedLayers(Part):
 
     def read(self, keys: Keys, fields: Fields) -> None:
         count, every = fields["num_layers"], keys.read("no_rope_layer_interval", 4, int)
-        listed, types = keys.take(self.name), keys.take("layer_types")
-        listed = [int(n % every > 0) for n in range(1, count + 1)] if listed is None else listed
-        if not isinstance(listed, list) or len(listed) != count or not {*map(str, listed)} <= BITS:
-            raise refused(self.name, listed, f"it must be a list of {count} of 0 and 1")
+        flags, types = keys.take(self.name), keys.take("layer_types")
+        flags = [int(n % every > 0) for n in range(1, count + 1)] if flags is None else flags
+        if not isinstance(flags, list) or len(flags) != count or not {*map(str, flags)} <= BITS:
+            raise refused(self.name, flags, f"it must be a list of {count} of 0 and 1")
         if types not in (None, [FULL] * count):
             raise refused("layer_types", types, f"it must be a list of {count} times {FULL!r}")
-        fields["first"] = ["attention" if is_rotary else UNROTATED for is_rotary in listed]
+        fields["first"] = ["attention" if is_rotary else UNROTATED for is_rotary in flags]
 
     def write(self, model: ModelConfig) -> Json:
         rotates = [int(UNROTATED not in model.mixers(layer)) for layer in range(model.num_layers)]

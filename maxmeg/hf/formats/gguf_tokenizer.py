@@ -290,8 +290,8 @@ def _library_tokens(path: Path) -> Source:
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
     if is_byte_level:
         return encode, pieces, _with_splittings(merges, bool(model.get("ignore_merges")))
-    if (beside := path.with_name("tokenizer.model")).is_file():
-        return encode, pieces, _pieces(beside)[2]
+    if (model_file := path.with_name("tokenizer.model")).is_file():
+        return encode, pieces, _pieces(model_file)[2]
     ranks: dict[str, float] = {}
     for merge in merges:
         ranks.setdefault(merge.replace(" ", "", 1), -float(len(ranks)))

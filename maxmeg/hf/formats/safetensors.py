@@ -85,10 +85,10 @@ def mapped(path: Path, size: int, begin: int, length: int) -> memoryview:
     with path.open("rb") as file:
         if os.fstat(file.fileno()).st_size != size:
             raise ValueError(f"{path} has changed since it was opened: start again")
-        whole = mmap.mmap(
+        pages = mmap.mmap(
             file.fileno(), begin - first + length, access=mmap.ACCESS_READ, offset=first
         )
-    return memoryview(whole)[begin - first :]
+    return memoryview(pages)[begin - first :]
 
 
 class TensorFile(Protocol):
@@ -195,7 +195,7 @@ class SafetensorsWriter:
         if old:
             raise ValueError(f"{self.folder} already holds {some(old)}: choose another folder")
         self._tensors = dict(tensors)
-        self._written: set[str] = set()
+        self._names: set[str] = set()
         self._places: dict[str, tuple[Path, int]] = {}
         shards = _divided(self._tensors, max_shard_bytes)
         self._shards = [_shard_name(i, len(shards)) for i in range(len(shards))]
@@ -213,30 +213,30 @@ class SafetensorsWriter:
     def write_rows(self, name: str, blocks: Iterable[np.ndarray]) -> None:
         """Write a tensor as `write` does, in blocks of rows."""
         info = self._tensors.get(name)
-        if info is None or name in self._written:
+        if info is None or name in self._names:
             problem = "was written already" if info else "was not announced"
             raise ValueError(f"tensor {name!r} {problem}: write every tensor once")
         path, begin = self._places[name]
-        rows, written = 0, TensorInfo(info.dtype, info.shape and (0, *info.shape[1:]))
+        rows, content = 0, TensorInfo(info.dtype, info.shape and (0, *info.shape[1:]))
         with path.open("r+b") as file:
             file.seek(begin)
             for block in blocks:
                 rows += len(block) if block.shape else 0
-                written = TensorInfo(block.dtype, block.shape and (rows, *block.shape[1:]))
-                if not _within(written, info):
+                content = TensorInfo(block.dtype, block.shape and (rows, *block.shape[1:]))
+                if not _within(content, info):
                     break
                 block = np.ascontiguousarray(block, info.dtype)
                 file.write(block.reshape(-1).view(np.uint8).data)
-        if written.shape != info.shape or not _within(written, info):
+        if content.shape != info.shape or not _within(content, info):
             raise ValueError(
-                f"tensor {name!r} is {written.dtype}{list(written.shape)}, announced was "
+                f"tensor {name!r} is {content.dtype}{list(content.shape)}, announced was "
                 f"{info.dtype}{list(info.shape)}"
             )
-        self._written.add(name)
+        self._names.add(name)
 
     def close(self) -> None:
         """Rename the files to their final names; ValueError if a tensor was not written."""
-        missing = [name for name in self._tensors if name not in self._written]
+        missing = [name for name in self._tensors if name not in self._names]
         if missing:
             raise ValueError(f"{len(missing)} tensors were not written: {some(missing)}")
         for shard in self._shards:
@@ -295,11 +295,11 @@ class SafetensorsWriter:
             self._places[name] = (path, 8 + len(text) + header[name]["data_offsets"][0])
 
 
-def _within(written: TensorInfo, info: TensorInfo) -> bool:
+def _within(content: TensorInfo, info: TensorInfo) -> bool:
     """Return whether the first rows of a tensor `info` can have this dtype and shape."""
-    narrower = written.dtype == np.float32 and info.dtype in _NARROW
-    same_rows = len(written.shape) == len(info.shape) and written.shape[1:] == info.shape[1:]
-    return (narrower or written.dtype == info.dtype) and same_rows and written.shape <= info.shape
+    narrower = content.dtype == np.float32 and info.dtype in _NARROW
+    same_rows = len(content.shape) == len(info.shape) and content.shape[1:] == info.shape[1:]
+    return (narrower or content.dtype == info.dtype) and same_rows and content.shape <= info.shape
 
 
 def _read_header(file: Any, size: int, path: Path) -> tuple[int, dict[str, Any]]:

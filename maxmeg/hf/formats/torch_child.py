@@ -115,15 +115,15 @@ def weights(path: str) -> dict[str, typing.Any]:
         )
     with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
         infos = {info.filename: info for info in archive.infolist()}
-        (listed,) = [info for n, info in infos.items() if re.fullmatch(r"[^/]+/data\.pkl", n)]
-        root = listed.filename.removesuffix("data.pkl")
+        (entry,) = [info for n, info in infos.items() if re.fullmatch(r"[^/]+/data\.pkl", n)]
+        root = entry.filename.removesuffix("data.pkl")
         if any(info.compress_type != zipfile.ZIP_STORED for info in infos.values()):
             raise ValueError("it is compressed, which torch never does")
         order = infos.get(f"{root}byteorder")
         if order and archive.read(order) != b"little":
             raise ValueError("its numbers are big-endian: save it again on another machine")
-        pickled = io.BytesIO(archive.read(listed))
-        tensors = WeightsUnpickler(pickled, ("torch",), listed.filename).load()
+        pickled = io.BytesIO(archive.read(entry))
+        tensors = WeightsUnpickler(pickled, ("torch",), entry.filename).load()
         if not isinstance(tensors, dict):
             raise ValueError("it holds no state_dict, a dict of tensors")
         places: dict[str, typing.Any] = {}
@@ -210,8 +210,8 @@ def arguments(path: str, start: int, length: int) -> dict[str, typing.Any]:
     for name, value in record.state.items():
         if isinstance(value, Record) and len(value.arguments) == 1:
             value = value.arguments[0]
-        listed = isinstance(value, list | tuple) and all(plain(item) for item in value)
-        if isinstance(name, str) and (plain(value) or listed):
+        is_list = isinstance(value, list | tuple) and all(plain(item) for item in value)
+        if isinstance(name, str) and (plain(value) or is_list):
             arguments_of_run[name] = value
     return arguments_of_run
 
@@ -237,8 +237,8 @@ def part(
             f"{path} has {tensor.dtype}{list(tensor.shape)} at {start}, but {dtype}{size} by "
             ".metadata"
         )
-    whole = tensor[tuple(slice(*bounds) for bounds in box)].detach().contiguous()
-    return memoryview(whole.reshape(-1).view(torch.uint8).numpy())
+    values = tensor[tuple(slice(*bounds) for bounds in box)].detach().contiguous()
+    return memoryview(values.reshape(-1).view(torch.uint8).numpy())
 
 
 ANSWERS: dict[str, typing.Callable[..., typing.Any]] = {

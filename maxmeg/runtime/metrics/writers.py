@@ -151,14 +151,14 @@ def _drop_after(path, start_step):
     """Remove the rows of steps after `start_step`, and an incomplete last line."""
     if not path.exists():
         return
-    lines, whole = [], True
+    lines, is_whole = [], True
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
         try:
             keep = line.endswith("\n") and json.loads(line)["step"] <= start_step
         except (ValueError, KeyError, TypeError):
             keep = False
-        whole &= keep
+        is_whole &= keep
         if keep:
             lines.append(line)
-    if not whole:
+    if not is_whole:
         write_atomically(path, "".join(lines).encode())
