@@ -68,7 +68,7 @@ def local_gradients(
 
     def unit(params, x, constants, prevent_cse: bool):
         (microbatch, tables), layer, rest = constants
-        unit_params = collectives.whole(joined(params, rest))
+        unit_params = collectives.mark_gathered(joined(params, rest))
         ctx = dataclasses.replace(context(microbatch, raw_key), tables=tables)
         return units.run_unit(unit_params, x, ctx, layer, prevent_cse=prevent_cse)
 

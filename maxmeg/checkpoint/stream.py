@@ -253,7 +253,7 @@ class _Cut:
 
     def store(self, folder: Path, numbers: Index, block: np.ndarray) -> None:
         """Write a chunk, or its first rows, at its offset in its file."""
-        counts = [whole // part for whole, part in zip(self.file, self.chunk, strict=True)]
+        counts = [size // part for size, part in zip(self.file, self.chunk, strict=True)]
         places = [divmod(n, count) for n, count in zip(numbers, counts, strict=True)]
         file = folder.joinpath(*(str(number) for number, _ in places))
         data, total = encoded(block, self.chunk), math.prod(counts)

@@ -104,8 +104,8 @@ class LanguageModel:
         count = num_parameters(self.config.model)[0]
         count += sum(array.size for name, array in arrays.items() if "lora" in name.split("."))
         where = f"{self.config.run_dir}, step {self.trained.step}"
-        on = f"{devices} device{'s' * (devices > 1)}"
-        return f"LanguageModel({where}, {count:,} parameters on {on})"
+        place = f"{devices} device{'s' * (devices > 1)}"
+        return f"LanguageModel({where}, {count:,} parameters on {place})"
 
     def encode(self, prompt: Prompt) -> np.ndarray:
         """Return the token ids of a chat, or of a text with special tokens (`prompt_tokens`)."""

@@ -32,9 +32,9 @@ from maxmeg.ops.rope import rotate
 from maxmeg.parallel.collectives import (
     axis_size,
     gather_sequence,
+    mark_gathered,
     stored,
     unshard_parameter,
-    whole,
 )
 from maxmeg.parallel.mesh import CONTEXT_AXES
 from maxmeg.parallel.parameter import annotate, info, is_variable, parameter
@@ -127,7 +127,7 @@ class FromLatents(Expand):
             value, dim = unshard_parameter(variable), axes.index("heads")
             size = value.shape[dim] // count
             heads = lax.dynamic_slice_in_dim(value, number * size, size, dim)
-            return whole(variable.replace(heads))
+            return mark_gathered(variable.replace(heads))
 
         return jax.tree.map(columns, linears, is_leaf=is_variable)
 

@@ -114,14 +114,14 @@ class Recurrent(Mixer):
     def __init__(self, key: jax.Array, spec: typing.Any):
         keys, self.spec = split(key, self.num_keys), spec
         for name, (width, axis) in spec.projections.items():
-            size, into = spec.hidden_size, "embed"
+            size, axis_in = spec.hidden_size, "embed"
             if name in self.low_rank:
-                down = Linear(keys.pop(), (size, spec.rank), (into, "latent"), spec.std)
+                down = Linear(keys.pop(), (size, spec.rank), (axis_in, "latent"), spec.std)
                 setattr(self, f"{name}_down", down)
-                size, into = spec.rank, "latent"
+                size, axis_in = spec.rank, "latent"
             options = spec.std, spec.bias, spec.parts(name)
-            linear = Linear(keys.pop(), (size, width), (into, axis), *options)
-            annotate(linear, reads_width=into != "latent")
+            linear = Linear(keys.pop(), (size, width), (axis_in, axis), *options)
+            annotate(linear, reads_width=axis_in != "latent")
             setattr(self, name, linear)
         for name in spec.convolved:
             width, axis = spec.projections[name]

@@ -101,7 +101,7 @@ class Ends(nnx.Module):
 
     def set_output_weight(self, output_VD: jax.Array) -> None:
         """Replace the rows of the output projection by those gathered over fsdp."""
-        self.head.table = collectives.whole(self.head.table.replace(output_VD))
+        self.head.table = collectives.mark_gathered(self.head.table.replace(output_VD))
 
     def projection(
         self, h_BLD: Float[Array, "B L D"]

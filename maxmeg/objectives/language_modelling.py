@@ -100,7 +100,7 @@ def loss(
     batch: Batch,
     train: TrainConfig,
     ctx: Context,
-    *further_BLD: jax.Array,
+    *outputs_BLD: jax.Array,
 ) -> tuple[jax.Array, Sums]:
     """(local contribution to the loss of the next token plus factor * mean over MTP layers of their
     mean losses, sums per layer).
@@ -110,16 +110,16 @@ def loss(
     """
     total, sums = token_loss(model, h_BLD, batch, train, ctx)
     loss_sums, counts = [], []
-    for i, x_BLD in enumerate(further_BLD):
+    for i, x_BLD in enumerate(outputs_BLD):
         tokens = shifted(batch, i + 1)
         mask_BL = tokens.loss_mask
-        weights_BL = mask_BL * (model.mtp.factor / len(further_BLD)) / batch.divisors[i + 1]
+        weights_BL = mask_BL * (model.mtp.factor / len(outputs_BLD)) / batch.divisors[i + 1]
         h_BLD = collectives.gather_sequence(x_BLD)
         depth_loss, losses_BL = model.token_losses(h_BLD, tokens.targets, weights_BL, train)
         total += depth_loss
         loss_sums.append(jnp.sum(losses_BL * mask_BL))
         counts.append(jnp.sum(mask_BL))
-    if further_BLD:
+    if outputs_BLD:
         sums |= {"mtp_loss_sum": jnp.stack(loss_sums), "mtp_tokens": jnp.stack(counts)}
     return total, sums
 

@@ -93,9 +93,11 @@ def rotation(
     return Rotation(amplitude * jnp.cos(angle), amplitude * jnp.sin(angle))
 
 
-def rotate(x_BLHK: Float[Array, "B L H K"], by: Rotation, interleaved: bool = False) -> jax.Array:
+def rotate(
+    x_BLHK: Float[Array, "B L H K"], rotation: Rotation, interleaved: bool = False
+) -> jax.Array:
     """x with the first `size` elements of each head rotated, in x's dtype."""
-    cos, sin = by
+    cos, sin = rotation
     size = 2 * cos.shape[-1]
     rotated, rest = x_BLHK[..., :size], x_BLHK[..., size:]
     if interleaved:

@@ -130,7 +130,7 @@ def scatter_sequence(x_BLD: jax.Array, sharded: bool = True) -> jax.Array:
 
 
 def unshard_parameter(parameter) -> jax.Array:
-    """The parameter gathered over fsdp along its `fsdp_dim` (ZeRO-3); `whole` ones are already.
+    """The parameter gathered over fsdp along its `fsdp_dim` (ZeRO-3), unless marked as gathered.
 
     Its gradient is summed and scattered in its `gradient_dtype`.
     """
@@ -163,7 +163,7 @@ def has_sharded(tree) -> bool:
 
 
 def gather_parameters(tree):
-    """`tree` with every variable gathered over fsdp. Layers need it marked by `whole`."""
+    """`tree` with every variable gathered over fsdp. Layers need it marked by `mark_gathered`."""
     return _map_sharded(lambda node, dim: gather(node.get_value(), info(node).fsdp_axes, dim), tree)
 
 
@@ -193,7 +193,7 @@ def _map_sharded(function: Callable, tree):
     return jax.tree.map(one, tree, is_leaf=is_variable)
 
 
-def whole(tree):
+def mark_gathered(tree):
     """`tree` with its variables marked as gathered: `unshard_parameter` returns them as they
     are."""
 

@@ -107,7 +107,7 @@ def runs(table: Table, ends_apart: bool = False) -> list[tuple[int, int, tuple[s
     if table.chunks > 1:
         first, last = np.flatnonzero(with_head)[[0, -1]]
         with_head[first : last + 1] = True
-    on = [
+    lanes = [
         tuple(name for name, lane in table.lanes().items() if lane.active[tick].any())
         + ("head",) * bool(with_head[tick])
         for tick in range(table.ticks)
@@ -116,10 +116,10 @@ def runs(table: Table, ends_apart: bool = False) -> list[tuple[int, int, tuple[s
     starts = [
         tick
         for tick in range(table.ticks)
-        if tick == 0 or on[tick] != on[tick - 1] or tick in end_ticks
+        if tick == 0 or lanes[tick] != lanes[tick - 1] or tick in end_ticks
     ]
     return [
-        (start, stop, on[start])
+        (start, stop, lanes[start])
         for start, stop in zip(starts, [*starts[1:], table.ticks], strict=True)
     ]
 
@@ -240,13 +240,13 @@ def _assign(writer: Lane, readers: list[Lane], numbers: list[np.ndarray]) -> int
     An idle stage writes to a free slot while the lane is active.
     """
     ticks, stages = writer.microbatch.shape
-    on = np.any(writer.microbatch >= 0, axis=1)
+    is_active = np.any(writer.microbatch >= 0, axis=1)
     count = 0
     for stage in range(stages):
         free: list[int] = []
         size, slot_of = 0, {}
         for tick in range(ticks):
-            if on[tick]:
+            if is_active[tick]:
                 if not free:
                     free, size = [size], size + 1
                 slot = free[-1]

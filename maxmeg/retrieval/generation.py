@@ -79,8 +79,8 @@ class Generator:
         longest = max(len(reply.prompt) + reply.request.num_tokens for reply in replies)
         count = -(-longest // self.chunk)
         ids_BL = np.zeros((len(replies), count * self.chunk), np.int32)
-        near_BCS = np.zeros((len(replies), count, self.neighbour_tokens), np.int32)
-        segments_BCS = np.zeros_like(near_BCS)  # 0: no neighbour, also of incomplete chunks
+        neighbours_BCS = np.zeros((len(replies), count, self.neighbour_tokens), np.int32)
+        segments_BCS = np.zeros_like(neighbours_BCS)  # 0: no neighbour, also of incomplete chunks
         for row, reply in enumerate(replies):
             ids_BL[row, : len(reply.prompt)] = reply.prompt
         texts = [Text(self.trained.tokenizer, r.prompt, r.request.stops) for r in replies]
@@ -92,9 +92,9 @@ class Generator:
             is_new_BC &= numbers >= complete_B[:, None]
             if self.search is not None and is_new_BC.any():
                 chunks_NM = ids_BL.reshape(-1, count, self.chunk)[is_new_BC]
-                near_BCS[is_new_BC], segments_BCS[is_new_BC] = self.search(chunks_NM)
+                neighbours_BCS[is_new_BC], segments_BCS[is_new_BC] = self.search(chunks_NM)
             complete_B = lengths_B // self.chunk
-            sources = (array.reshape(len(replies), -1) for array in (near_BCS, segments_BCS))
+            sources = (array.reshape(len(replies), -1) for array in (neighbours_BCS, segments_BCS))
             columns = [sampling_columns(reply, len(reply.tokens)) for reply in replies]
             rows = rows_of({name: np.array([c[name] for c in columns]) for name in columns[0]})
             arrays = (ids_BL, *sources, lengths_B, rows)
@@ -126,7 +126,7 @@ def add(reply: Reply, text: Text, token: int, logprob: float) -> None:
 def next_tokens(
     model: LM,
     ids_BL: Int[Array, "B L"],
-    near_BS: Int[Array, "B S"],
+    neighbours_BS: Int[Array, "B S"],
     segments_BS: Int[Array, "B S"],
     lengths_B: Int[Array, " B"],
     rows: Rows,
@@ -136,7 +136,7 @@ def next_tokens(
     log-probability)."""
     positions_L = jnp.minimum(jnp.arange(ids_BL.shape[1]), max_position - 1)
     positions_BL = jnp.broadcast_to(positions_L, ids_BL.shape)
-    source = Source.of(near_BS, segments_BS)
+    source = Source.of(neighbours_BS, segments_BS)
     rest = {"row_lengths_B": lengths_B, "source": source, "sequence_sharded": False}
     ctx = Context(positions_BL, jnp.ones_like(ids_BL), **rest)
     h_BLD = model.hidden(ids_BL, ctx)[0]

@@ -229,14 +229,14 @@ def in_rounds_backward(plan: Plan, residuals, slopes):
             following = moved_before(plan, arrived)
         if d_kv is not None:
             d_kv = moved_back(plan, ordering.after(d_kv, following), kv_BLGI)
-        (k_NMGK, v_NMGV), into = jax.vjp(plan.expand, weights, turn.keys(arrived))
+        (k_NMGK, v_NMGV), pull = jax.vjp(plan.expand, weights, turn.keys(arrived))
         operands = turn.operands(plan, rows, B, half)
         call = turn.queries(q_BLHK), k_NMGK, v_NMGV, turn.spec, operands
         out, lse, d_out = (turn.queries(x) for x in (out_BLHV, lse_BLH, d_out_BLHV))
         if turn.halo:  # the weights of its keys are then exp(score - lse) = 0
             lse = jnp.where(turn.missing(plan, B), -NEGATIVE, lse)
         d_query, *d_keys = block_gradients(call, out, lse, d_out, backend=plan.backend)
-        d_w, d_arrived = into(tuple(d_keys))
+        d_w, d_arrived = pull(tuple(d_keys))
         d_q += transposed(turn.queries, d_q, d_query)
         d_weights = added(d_weights, d_w)
         d_arrived = transposed(turn.keys, arrived, d_arrived)

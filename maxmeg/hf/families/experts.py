@@ -273,8 +273,8 @@ class AuxLoss(Part):
 
     def read(self, keys: Keys, fields: Fields) -> None:
         coefficient = keys.read("router_aux_loss_coef", self.default, float, zero=True)
-        on = keys.read("output_router_logits", False, bool)
-        fields["moe.aux_loss"] = coefficient if on else 0.0
+        is_on = keys.read("output_router_logits", False, bool)
+        fields["moe.aux_loss"] = coefficient if is_on else 0.0
 
     def write(self, model: ModelConfig) -> Json:
         if not (coefficient := model.moe.aux_loss):

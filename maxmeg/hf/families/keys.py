@@ -139,12 +139,12 @@ class Keys:
         is_newer = self.version > TRANSFORMERS
         if wrong := [name for name in unread_on if is_newer or name in effective_names]:
             text = ", ".join(f"{name}={self.values[name]!r}" for name in wrong)
-            by = (
+            origin = (
                 f" (written by transformers {'.'.join(map(str, self.version))})" if is_newer else ""
             )
             raise ValueError(
-                f"config.json{by} has {text[:500]}: {architecture} reads no such keys here, and "
-                "they may change the results; remove them if they do not"
+                f"config.json{origin} has {text[:500]}: {architecture} reads no such keys here, "
+                "and they may change the results; remove them if they do not"
             )
         return unread
 

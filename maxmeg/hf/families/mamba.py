@@ -333,11 +333,11 @@ class Multipliers(Part):
     def read(self, keys: Keys, fields: Fields) -> None:
         names = ("attention_in_multiplier", "attention_out_multiplier", "key_multiplier")
         names += ("ssm_in_multiplier", "ssm_out_multiplier")
-        inward, out, key, into, output = (keys.read(n, 1.0, float, null=1.0) for n in names)
+        inward, out, key, ssm_in, output = (keys.read(n, 1.0, float, null=1.0) for n in names)
         biased = fields["attention.bias_qkv"] or fields["attention.bias_out"]
         for name, value, has_bias in (
             (names[0], inward, biased),
-            (names[3], into, fields["mamba.bias"]),
+            (names[3], ssm_in, fields["mamba.bias"]),
         ):
             if has_bias and value != 1:
                 raise refused(name, value, "with biases only 1.0 is supported")
@@ -345,7 +345,7 @@ class Multipliers(Part):
         size = fields.get("attention.head_dim") or size
         fields["attention.scale"] = key * inward**2 * size**-0.5
         fields["attention.output_scale"] = inward * out
-        scales = [into * scale for scale in self.numbers(keys, "ssm_multipliers", 5)]
+        scales = [ssm_in * scale for scale in self.numbers(keys, "ssm_multipliers", 5)]
         fields["mamba.scales"] = () if set(scales) == {1.0} else tuple(scales)
         fields["mamba.output_scale"] = output
         gate, down = self.numbers(keys, "mlp_multipliers", 2)

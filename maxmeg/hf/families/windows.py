@@ -32,9 +32,9 @@ def written_types(model: ModelConfig) -> list[str]:
 
 def switched_window(keys: Keys) -> int:
     """Return the window by `use_sliding_window` and `sliding_window`; 0 for none."""
-    on = keys.read("use_sliding_window", False, bool)
+    is_on = keys.read("use_sliding_window", False, bool)
     window = keys.take("sliding_window", 4096)
-    return checked("sliding_window", window, int) if on and window is not None else 0
+    return checked("sliding_window", window, int) if is_on and window is not None else 0
 
 
 class SwitchedWindow(Part):

@@ -129,8 +129,8 @@ def one_chunk(
     weights_T1 = weights_T[:, None]
     slope_T = (1 + 2 * spec.z_loss * logsumexp_T) / total_T
     # Not the exponentials above: XLA for B200s would store them, as many bytes as the logits.
-    again_T = together(largest_T)
-    exp_TV = jnp.exp(logits_TV - again_T[:, None])
+    barrier_T = together(largest_T)
+    exp_TV = jnp.exp(logits_TV - barrier_T[:, None])
     d_TV = exp_TV * slope_T[:, None] - jnp.where(hit_TV, 1 - spec.smoothing, 0.0)
     if spec.smoothing:
         d_TV -= jnp.where(real_V, spec.uniform, 0.0)
