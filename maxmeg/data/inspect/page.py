@@ -80,9 +80,9 @@ def _histograms(inspection: Inspection) -> Iterator[tuple[str, Table]]:
 def _uses(uses: Sequence[SplitUse]) -> Table:
     rows = []
     for split in uses:
-        for use in (split.whole, *(split.corpora if len(split.corpora) > 1 else ())):
+        for use in (split.total, *(split.corpora if len(split.corpora) > 1 else ())):
             documents = "-" if use.documents is None else f"{use.documents:,}"
-            name = Marked(use.name, "bold" if use is split.whole else "")
+            name = Marked(use.name, "bold" if use is split.total else "")
             read = f"{use.samples:,.0f}"
             rows.append([name, documents, f"{use.tokens:,}", read, f"{use.epochs:.3f}"])
     header = ["split, corpus", "documents", "tokens", "samples read", "epochs"]
