@@ -102,7 +102,7 @@ def check(tokenizer: Tokenizer) -> dict[str, int]:
             stream.add(i)
             places.append(stream.begin)
         stream.finish()
-        counts["streams"] += stream.shown != told
+        counts["streams"] += stream.output != told
         whole = [
             (place, known[i].decode("utf-8", "replace"))
             for place, i in zip(places, ids, strict=True)

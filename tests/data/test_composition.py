@@ -46,11 +46,11 @@ def config(make_corpus, tmp_path) -> Config:
 def test_uses_of_one_corpus_are_counted(config, order):
     config.data.order = type(config.data.order)[order]
     train, validation = uses_of(config)
-    assert (train.whole.name, validation.whole.name) == ("train", "validation")
-    assert (train.whole.documents, train.whole.tokens) == (80, 80 * LENGTH)
-    assert (train.whole.samples, train.whole.epochs) == (180, 2.0)  # 180 x 8 = 2 x 720
-    assert (validation.whole.documents, validation.whole.samples) == (20, 12)
-    assert train.corpora[0].tokens == train.whole.tokens and train.corpora[0].epochs == 2.0
+    assert (train.total.name, validation.total.name) == ("train", "validation")
+    assert (train.total.documents, train.total.tokens) == (80, 80 * LENGTH)
+    assert (train.total.samples, train.total.epochs) == (180, 2.0)  # 180 x 8 = 2 x 720
+    assert (validation.total.documents, validation.total.samples) == (20, 12)
+    assert train.corpora[0].tokens == train.total.tokens and train.corpora[0].epochs == 2.0
     lines = composition_text([train, validation]).splitlines()
     assert [line.split() for line in lines[1:]] == [
         ["train", "80", "720", "180", "2.000"],
@@ -64,16 +64,16 @@ def test_uses_of_a_weighted_blend_are_counted(config, make_corpus):
     (train,) = uses_of(config)
     assert [use.samples for use in train.corpora] == [45, 135]
     assert [use.epochs for use in train.corpora] == [45 * 8 / 900, 135 * 8 / 450]
-    assert (train.whole.documents, train.whole.tokens) == (150, 150 * LENGTH)
+    assert (train.total.documents, train.total.tokens) == (150, 150 * LENGTH)
     assert len(composition_text([train]).splitlines()) == 4
 
 
 def test_uses_of_packed_documents_are_counted(config):
     config.data.packing, config.data.sequence_length = Packing.best_fit, 20
     train, validation = uses_of(config)
-    assert (train.corpora, train.whole.documents, train.whole.samples) == ((), None, 180)
-    assert train.whole.epochs == 180 / 40  # two of the 80 documents in each row
-    assert validation.whole.epochs == 12 / 10
+    assert (train.corpora, train.total.documents, train.total.samples) == ((), None, 180)
+    assert train.total.epochs == 180 / 40  # two of the 80 documents in each row
+    assert validation.total.epochs == 12 / 10
     assert " - " in composition_text([train])
 
 
@@ -117,7 +117,7 @@ def test_misleading_splits_are_reported(config, make_corpus, capsys, caplog):
     assert not split_warnings(uses_of(config), None)  # sets of their own are as they were chosen
     config.data.paths, config.data.train_paths = config.data.train_paths, ()
     config.data.validation_paths, config.data.split = (), "70,29,1"
-    sets = {use.whole.name: None for use in uses}
+    sets = {use.total.name: None for use in uses}
     config.model.vocab_size = 2000
     print_data(config, prefixes, tokenizer, sets, Schedules(config))
     assert capsys.readouterr().out.splitlines()[1].split()[:2] == ["test,", "each"]
