@@ -234,15 +234,15 @@ def shared_problems(model: ModelConfig) -> Iterator[str]:
             )
             break
         before.add(name)
-    further = (*SHARED, "layer_embedding")
-    if model.mtp.num_layers and {*further} & {name for part in model.mtp_layer for name in part}:
+    mixers = (*SHARED, "layer_embedding")
+    if model.mtp.num_layers and {*mixers} & {name for part in model.mtp_layer for name in part}:
         yield (
             f"model.mtp.layers={model.mtp.layers!r}: an MTP layer cannot have "
-            f"{', '.join(further)}; set it to attention,mlp, or model.mtp.num_layers=0"
+            f"{', '.join(mixers)}; set it to attention,mlp, or model.mtp.num_layers=0"
         )
-    if model.has_source and model.has(*further):
+    if model.has_source and model.has(*mixers):
         yield (
-            f"model.layers={model.layers!r}: {', '.join(further)} are for models without an "
+            f"model.layers={model.layers!r}: {', '.join(mixers)} are for models without an "
             "encoder: leave them out"
         )
 

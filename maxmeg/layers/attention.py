@@ -236,8 +236,8 @@ class AttentionSpec(MixerSpec):
         keys = max(self.num_kv_heads, tensor) * self.head_dim
         queries = self.num_heads * self.head_dim * (1 + self.output_gate)
         values = {} if self.keys_as_values else {"value": keys}
-        own = {} if self.keys_from else {"key": keys, **values}
-        return self._with_heads({"query": queries, **own})
+        key_widths = {} if self.keys_from else {"key": keys, **values}
+        return self._with_heads({"query": queries, **key_widths})
 
     def _with_heads(self, stored: dict[str, int], gathered: tuple[int, ...] = ()) -> Widths:
         queries = self.num_heads * self.key_size
@@ -306,8 +306,8 @@ class Attention(Mixer):
         q_BLI, gate_BLI = self.queries_and_gates(stored(q_BLI, "query"))
         q_BLHK = normalized(q_BLI, self.query_norm, heads)
         if self.spec.rotary is not None:
-            by = ctx.rotation(self.spec.rotary, self.spec.head_dim)
-            q_BLHK = rotate(q_BLHK, by, self.spec.rotary.interleaved)
+            rotation = ctx.rotation(self.spec.rotary, self.spec.head_dim)
+            q_BLHK = rotate(q_BLHK, rotation, self.spec.rotary.interleaved)
         k_BLGK, v_BLGK = self.keys_and_values_of(outputs, heads, ctx)
         if self.spec.temperature is not None:
             q_BLHK = self.spec.temperature.scaled(q_BLHK, ctx.positions_BL)
@@ -316,8 +316,8 @@ class Attention(Mixer):
         else:
             assert ctx.cache_places is not None and ctx.segments_BL is None
             bias_NH = ctx.bias_NH if self.spec.buckets else None
-            how = ctx.cache_places, self.spec.score_spec(), self.sink_logits(), bias_NH
-            out_BLHK, cache = cached_attention(q_BLHK, (k_BLGK, v_BLGK), cache, *how)
+            settings = ctx.cache_places, self.spec.score_spec(), self.sink_logits(), bias_NH
+            out_BLHK, cache = cached_attention(q_BLHK, (k_BLGK, v_BLGK), cache, *settings)
         out_BLI = out_BLHK.reshape(*heads[:2], -1)
         if gate_BLI is not None:
             out_BLI *= jax.nn.sigmoid(gate_BLI)
@@ -337,8 +337,8 @@ class Attention(Mixer):
         k_BLGK = normalized(k_BLI, self.key_norm, heads)
         v_BLGK = normalized(v_BLI, self.value_norm, heads)
         if self.spec.rotary is not None:
-            by = ctx.rotation(self.spec.rotary, self.spec.head_dim)
-            k_BLGK = rotate(k_BLGK, by, self.spec.rotary.interleaved)
+            rotation = ctx.rotation(self.spec.rotary, self.spec.head_dim)
+            k_BLGK = rotate(k_BLGK, rotation, self.spec.rotary.interleaved)
         return k_BLGK, v_BLGK
 
     def queries_and_gates(self, q_BLI: jax.Array) -> tuple[jax.Array, jax.Array | None]:
@@ -356,14 +356,14 @@ class Attention(Mixer):
             kv_BMGI = jnp.concatenate((k_BMGK, v_BMGK), axis=-1)
             return self.over_context(q_BLHK, kv_BMGI, Expand(k_BMGK.shape[-1]), (), ctx)
         call = q_BLHK, k_BMGK, v_BMGK, self.spec.score_spec(ctx), self.operands(q_BLHK, ctx)
-        found = attention_with_lse(*call, backend=self.spec.backend)
-        return self.reported(*output_and_largest(*found))
+        results = attention_with_lse(*call, backend=self.spec.backend)
+        return self.reported(*output_and_largest(*results))
 
     def over_context(
         self, q_BLHK, kv_BMGI, expand: Expand, weights, ctx: Context
     ) -> tuple[jax.Array, dict]:
-        how = self.spec.score_spec(ctx), self.operands(q_BLHK, ctx), self.spec.backend
-        call = ContextCall(q_BLHK, kv_BMGI, expand, weights, *how, ctx.chunks_BC)
+        settings = self.spec.score_spec(ctx), self.operands(q_BLHK, ctx), self.spec.backend
+        call = ContextCall(q_BLHK, kv_BMGI, expand, weights, *settings, ctx.chunks_BC)
         return self.reported(*attention_over_context(call, self.spec.context))
 
     def reported(self, out_BLHV, largest_H: jax.Array | None) -> tuple[jax.Array, dict]:
@@ -392,8 +392,8 @@ class Attention(Mixer):
             first = first_index(TENSOR_AXES, q_BLHK.shape[2])
             drop = AttentionDropout(ctx.key(DROPOUT_PLACE), ctx.rows(), first, spec.dropout)
         bias_NH, mask_B1LM = ctx.bias_NH if spec.buckets else None, ctx.tables.get(spec.mask_key)
-        how = self.sink_logits(), drop, bias_NH, mask_B1LM
-        return Operands(0, spec.documents(ctx), None, *how)
+        arrays = self.sink_logits(), drop, bias_NH, mask_B1LM
+        return Operands(0, spec.documents(ctx), None, *arrays)
 
     def sink_logits(self) -> jax.Array | None:
         return None if self.sinks is None else self.sinks[...]

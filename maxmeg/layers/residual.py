@@ -78,8 +78,8 @@ class Residual(nnx.Module):
         names = [name for spec in self.spec.mixers for name in spec.reads_stream]
         ctx = dataclasses.replace(ctx, stream={name: x[name] for name in names})
         y_BLD, new_cache, aux = self.applied(x[side], ctx, cache)
-        written = [values.pop(STREAM, {}) for values in aux.values()]
-        x = functools.reduce(operator.or_, written, x | {side: y_BLD})
+        updates = [values.pop(STREAM, {}) for values in aux.values()]
+        x = functools.reduce(operator.or_, updates, x | {side: y_BLD})
         return x, new_cache, {name: values for name, values in aux.items() if values}
 
     def applied(

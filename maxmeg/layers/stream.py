@@ -37,8 +37,8 @@ Stream = dict[str, jax.Array]
 def source_context(ctx: Context) -> Context:
     """The context of the source's tokens."""
     assert ctx.source is not None
-    own = {"positions_BL": ctx.source.positions_BS, "segments_BL": ctx.source.segments_BS}
-    return dataclasses.replace(ctx, **own, tables=Tables(), token_types_BL=None, source=None)
+    arrays = {"positions_BL": ctx.source.positions_BS, "segments_BL": ctx.source.segments_BS}
+    return dataclasses.replace(ctx, **arrays, tables=Tables(), token_types_BL=None, source=None)
 
 
 def side_context(x: Stream, ctx: Context, side: Side, spec: MixerSpec) -> Context:

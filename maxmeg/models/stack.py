@@ -121,7 +121,7 @@ class Stack(nnx.Module):
     ):
         self.unroll = unroll
         self.repeats = tuple(repeats for _, repeats in pattern)
-        self.kept, self.offloaded = kept_names(recompute), offloaded_names(recompute)
+        self.saved_names, self.offloaded = kept_names(recompute), offloaded_names(recompute)
         self.layout = layout or arrange(self.repeats, 1, (sum(self.repeats),))
         keys = split(key, len(pattern))
         self.groups = nnx.List(
@@ -201,7 +201,7 @@ class Stack(nnx.Module):
             return x, lax.stop_gradient(aux)
 
         checkpointed = jax.checkpoint(
-            run, policy=keeps(self.kept, self.offloaded), prevent_cse=prevent_cse
+            run, policy=keeps(self.saved_names, self.offloaded), prevent_cse=prevent_cse
         )
         return checkpointed(unit, x, layer)
 

@@ -1,7 +1,7 @@
-"""The trained, frozen and saved parts of a model or a train state.
+"""Parts of a model or a train state, by the ParameterInfo of each variable.
 
-The ParameterInfo of a variable decides. A part is the whole tree with None instead
-of all other arrays, so that gradients and moments exist for the trained part alone.
+A part is the whole tree with None instead of all other arrays, so that gradients and moments exist
+for the trained part alone; `joined` puts parts together, `without` takes one away.
 """
 
 from collections.abc import Callable

@@ -47,9 +47,9 @@ class GlobalHeads(Part):
     def read(self, keys: Keys, fields: Fields) -> None:
         head_dim, kv_heads = keys.read("head_dim", 256, int), fields["attention.num_kv_heads"]
         shared = keys.read(KEYS_AS_VALUES, False, bool)
-        own = self.of_global_layers(keys, fields)
-        fields["attention.head_dim"] = checked(HEAD_DIM, own.get("head_dim", head_dim), int)
-        own_kv_heads = checked(KV_HEADS, own.get("num_key_value_heads", kv_heads), int)
+        heads = self.of_global_layers(keys, fields)
+        fields["attention.head_dim"] = checked(HEAD_DIM, heads.get("head_dim", head_dim), int)
+        own_kv_heads = checked(KV_HEADS, heads.get("num_key_value_heads", kv_heads), int)
         fields["attention.num_kv_heads"] = own_kv_heads
         fields["attention.keys_as_values"] = shared and not all(fields["local"])
         if any(fields["local"]):
@@ -59,17 +59,17 @@ class GlobalHeads(Part):
         """The settings of global layers, which are listed by layer in newer files."""
         head_dim, kv_heads = keys.read(HEAD_DIM, 512, int), keys.take(KV_HEADS)
         keys.fixed.pop("per_layer_config", None)
-        if (listed := keys.take("per_layer_config")) is None:
+        if (entries := keys.take("per_layer_config")) is None:
             if kv_heads is None or not keys.values.get(KEYS_AS_VALUES):
                 return {"head_dim": head_dim}
             return {"head_dim": head_dim, "num_key_value_heads": kv_heads}
-        is_map = isinstance(listed, dict) and all(str(number).isdecimal() for number in listed)
-        found = {int(number): own for number, own in listed.items()} if is_map else {}
-        own = next(iter(found.values()), None)
+        is_map = isinstance(entries, dict) and all(str(number).isdecimal() for number in entries)
+        by_layer = {int(number): heads for number, heads in entries.items()} if is_map else {}
+        heads = next(iter(by_layer.values()), None)
         layers = {number for number, is_local in enumerate(fields["local"]) if not is_local}
-        if not isinstance(own, dict) or found != dict.fromkeys(layers, own):
-            raise refused("per_layer_config", listed, f"it must be the same in all {FULL}")
-        return own
+        if not isinstance(heads, dict) or by_layer != dict.fromkeys(layers, heads):
+            raise refused("per_layer_config", entries, f"it must be the same in all {FULL}")
+        return heads
 
     def write(self, model: ModelConfig) -> Json:
         heads = model.attention
@@ -104,8 +104,8 @@ class Experts(Part):
     def write(self, model: ModelConfig) -> Json:
         if not model.has("moe"):
             return {self.name: False}
-        written = {name: value for key in self.sizes for name, value in key.write(model).items()}
-        return {self.name: True, "intermediate_size": model.moe.shared_ffn_size, **written}
+        entries = {name: value for key in self.sizes for name, value in key.write(model).items()}
+        return {self.name: True, "intermediate_size": model.moe.shared_ffn_size, **entries}
 
 
 class Layers(Part):
@@ -166,12 +166,12 @@ class ProportionalRotary(UnscaledLocal):
 
     def write(self, model: ModelConfig) -> Json:
         name, fraction = self.parts
-        written = super().write(model)
-        written.pop("rope_scaling")
-        full = written[name][FULL]
+        entries = super().write(model)
+        entries.pop("rope_scaling")
+        full = entries[name][FULL]
         if full["rope_type"] == "proportional":
             full[fraction] = 1 / full.pop("factor")
-        return written
+        return entries
 
 
 BLOCK_NORMS = {
