@@ -102,8 +102,8 @@ FORMATS = {
 class QuantizedWeights:
     """The tensors of an export whose matrices are quantized.
 
-    ValueError if the family has a matrix in a form that compressed-tensors cannot quantize, or if
-    no matrix has sizes that the format can quantize.
+    ValueError if the family has a matrix in a form that compressed-tensors cannot quantize, as
+    stacked experts of any size, or if no matrix has sizes that the format can quantize.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class QuantizedWeights:
                 f"multiples of {RECIPES[self._format.recipe].multiple}: leave --quantize "
                 "out"
             )
-        for binding in chosen:
+        for binding in (*(b for b in bindings if b.stacked), *chosen):
             if len(binding.shape) != 2 or not binding.theirs.endswith(WEIGHT):
                 raise ValueError(
                     f"--quantize={quantize.value}: {family} stores several matrices as "

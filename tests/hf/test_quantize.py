@@ -32,6 +32,7 @@ from maxmeg.ops.recipes import RECIPES
 HIDDEN, HEADS, HEAD_DIM = 64, 4, 32
 MODELS = dense(HIDDEN, HEADS, HEAD_DIM) | sparse(HIDDEN, HEADS, HEAD_DIM)
 STACKED = ("gpt oss", "gpt oss, unscaled", "granite moe", "granite moe, shared", "llama 4")
+STACKED += ("gemma 4 moe",)  # whose experts have sizes that no format quantizes
 REFUSED = {"gpt 2": r"\[inputs, outputs\]", **dict.fromkeys(STACKED, "several matrices")}
 QUICK = [("llama", form) for form in FORMATS] + [("mixtral", Quantize.nvfp4)]
 ALIKE = ("llama 3", "mistral", "qwen 2", "qwen 3", "gemma 2", "olmo 2", "starcoder 2", "nemotron")
