@@ -41,9 +41,9 @@ from absent_traffic import traffic
 from maxmeg.config.parallel import GPUS_A_NODE
 from maxmeg.config.validate import axis_sizes
 from maxmeg.planning import hlo
-from maxmeg.planning.cost.communication import ALL_TO_ALL
 from maxmeg.planning.cost.flops import training_flops
 from maxmeg.planning.hardware import parse_cluster
+from maxmeg.planning.report import ALL_TO_ALL
 
 GIB = 2**30
 PRODUCTS, PEAK = 791e12, 989.4e12  # FLOPs a second that products reach; of the data sheet

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+GATHER, SCATTER, REDUCE = "all-gather", "reduce-scatter", "all-reduce"  # XLA's names
+PERMUTE, ALL_TO_ALL = "collective-permute", "all-to-all"
 MARGIN = 0.05  # share of a GPU's memory that stays free: formulas may be too low by so much
 
 

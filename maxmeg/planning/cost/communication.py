@@ -21,16 +21,9 @@ from maxmeg.planning.cost.memory import head
 from maxmeg.planning.cost.optimizer import exchanged
 from maxmeg.planning.cost.workload import Shard, Workload
 from maxmeg.planning.hardware import GPUS_A_NODE, Cluster
-from maxmeg.planning.report import Traffic
+from maxmeg.planning.report import ALL_TO_ALL, GATHER, PERMUTE, REDUCE, SCATTER, Traffic
 
-GATHER, SCATTER, REDUCE, PERMUTE = (
-    "all-gather",
-    "reduce-scatter",
-    "all-reduce",
-    "collective-permute",
-)
 INSIDE, BETWEEN = ", inside nodes", ", between nodes"  # of an exchange by nodes
-ALL_TO_ALL = "all-to-all"
 PARAMETERS_FORWARD = "parameters of layers, forward"
 PARAMETERS_BACKWARD = "parameters of layers, backward"
 FIRST_FORWARD = "first parameters of a layer, forward"
@@ -107,9 +100,10 @@ def span(sizes: tuple[int, ...], axes: tuple[str, ...]) -> tuple[int, int, int]:
     return members, most, members // most
 
 
-def entry(axis: str, purpose: str, kind: str, count: int, size: int) -> Traffic:
-    """`count` collectives of `size` bytes each; `_timed` reduces the volume to the bytes sent."""
-    return Traffic(axis, purpose, kind, count, count * size, 0.0)
+def entry(axis: str, purpose: str, kind: str, times: int, size: int, count: int = 1) -> Traffic:
+    """`times` as often `count` collectives of `size` bytes together; `_timed` reduces the volume to
+    the bytes sent."""
+    return Traffic(axis, purpose, kind, times * count, times * size, 0.0)
 
 
 def _tensor(work: Workload) -> Iterator[Traffic]:
@@ -128,9 +122,8 @@ def _tensor(work: Workload) -> Iterator[Traffic]:
         work.microbatches,
         embeddings(work),
     )
-    layers = list(zip(work.units, work.held, strict=True))
     inputs, written, again = [0, 0], [0, 0], [0, 0]  # numbers of sequences, and their bytes
-    for unit, held in layers:
+    for unit, held in zip(work.units, work.held, strict=True):
         of_unit, sums = work.of(unit), experts.sums(work, unit)
         whole = of_unit.hidden_bytes * tensor
         read = of_unit.itemsize * of_unit.tokens * sum(unit.gathered)
@@ -146,8 +139,8 @@ def _tensor(work: Workload) -> Iterator[Traffic]:
     into, out = "sequences into sublayers", "sums of sublayers"
 
     def both(purpose: str, kind: str, times: int, *sequences: list[int]) -> Traffic:
-        count, total = (times * sum(numbers) for numbers in zip(*sequences, strict=True))
-        return Traffic("tensor", purpose, kind, count, total, 0)
+        count, total = map(sum, zip(*sequences, strict=True))
+        return entry("tensor", purpose, kind, times, total, count)
 
     yield both(f"{into}, forward", GATHER, forward, inputs)
     yield both(f"{out}, forward", SCATTER, forward, written)
@@ -157,8 +150,7 @@ def _tensor(work: Workload) -> Iterator[Traffic]:
     yield entry("tensor", ends, GATHER, M + embed_backward, size)
     yield entry("tensor", ends, SCATTER, embed + M, size)
     runs, total = shared_heads(work)
-    purpose = "gradients of shared key/value heads"
-    yield Traffic("tensor", purpose, SCATTER, backward * runs, backward * total, 0)
+    yield entry("tensor", "gradients of shared key/value heads", SCATTER, backward, total, runs)
     source = work.itemsize * work.source_tokens * work.config.model.hidden_size
     yield entry("tensor", ends, GATHER, embed_backward * (source > 0), source)
     yield entry("tensor", ends, SCATTER, embed * (source > 0), source)
@@ -183,52 +175,42 @@ def _experts(work: Workload) -> Iterator[Traffic]:
 
     Exchange: rows and their labels are sent to the experts, outputs back, and all gradients; rows
     and labels again if they are not stored. With train.quantization.dispatch, rows and gradients
-    that are sent to experts have 8 bits. Unbalanced loads may need further rounds, which are
-    left out; blocks need no counts of copies. By nodes: the same twice, between nodes and inside
-    one. Gather: vectors
-    and labels are gathered and sums scattered; backward gathers again, with all gradients.
+    that are sent to experts have 8 bits. Unbalanced loads may need further rounds, which are left
+    out; blocks need no counts of copies. By nodes: the same twice, between nodes and inside one.
+    Gather: vectors and labels are gathered and sums scattered; backward gathers again, with all
+    gradients.
     """
     if not any(unit.sparse for unit in work.units):
         return
     dispatch, axes = experts.dispatch_of(work), experts.axes(work)
     if not axes:
         return
-    layers = list(zip(work.units, work.held, strict=True))
-    sparse = sum(unit.sparse * held for unit, held in layers)
+    sparse = sum(unit.sparse * held for unit, held in zip(work.units, work.held, strict=True))
     forward, backward = work.lanes.forward * sparse, work.lanes.backward * sparse
-    name = " x ".join(axes)
-
-    def some(purpose: str, kind: str, times: int, count: int, size: int) -> Traffic:
-        return Traffic(name, purpose, kind, times * count, times * size, 0.0)
-
-    vectors, labels = dispatch.vectors, dispatch.labels
+    name, vectors, labels = " x ".join(axes), dispatch.vectors, dispatch.labels
     if dispatch.gathers:
-        yield some(EXCHANGED_FORWARD, GATHER, forward, 4, vectors + labels)
-        yield some(EXCHANGED_FORWARD, SCATTER, forward, 1, vectors)
+        yield entry(name, EXCHANGED_FORWARD, GATHER, forward, vectors + labels, 4)
+        yield entry(name, EXCHANGED_FORWARD, SCATTER, forward, vectors)
         ordered = dispatch.in_blocks and "dispatch_order" in work.kept  # only weights once more
-        again = (3, dispatch.weights) if ordered else (5, labels)
-        yield some(EXCHANGED_BACKWARD, GATHER, backward, again[0], 2 * vectors + again[1])
-        yield some(EXCHANGED_BACKWARD, SCATTER, backward, 2, vectors + dispatch.weights)
+        count, again = (3, dispatch.weights) if ordered else (5, labels)
+        yield entry(name, EXCHANGED_BACKWARD, GATHER, backward, 2 * vectors + again, count)
+        yield entry(name, EXCHANGED_BACKWARD, SCATTER, backward, vectors + dispatch.weights, 2)
         return
 
-    def exchanged(name: str, kind: str, vectors: int, labels: int, again: int) -> Iterator[Traffic]:
-        def one(purpose: str, times: int, count: int, size: int) -> Traffic:
-            return Traffic(name, purpose, kind, times * count, times * size, 0.0)
-
+    def exchanged(name: str, vectors: int, labels: int, again: int) -> Iterator[Traffic]:
         packed = int(dispatch.sent * vectors)
-        yield one(EXCHANGED_FORWARD, forward, 3, packed + vectors + labels)
-        sizes = vectors + (1 + again) * (packed + labels)
-        yield one(EXCHANGED_BACKWARD, backward, 3 + 2 * again, sizes)
+        yield entry(name, EXCHANGED_FORWARD, ALL_TO_ALL, forward, packed + vectors + labels, 3)
+        size = vectors + (1 + again) * (packed + labels)
+        yield entry(name, EXCHANGED_BACKWARD, ALL_TO_ALL, backward, size, 3 + 2 * again)
 
     again = int("dispatched_tokens" not in work.kept)
     if dispatch.node_rows:
-        sent = dispatch.node_vectors, dispatch.node_labels
-        yield from exchanged(name + BETWEEN, ALL_TO_ALL, *sent, again)
+        yield from exchanged(name + BETWEEN, dispatch.node_vectors, dispatch.node_labels, again)
         name, again = name + INSIDE, 1  # what arrives inside a node is not stored
-    yield from exchanged(name, ALL_TO_ALL, vectors, labels, again)
+    yield from exchanged(name, vectors, labels, again)
     counted = forward + (0 if "dispatch_counts" in work.kept else backward)
     if not dispatch.in_blocks:
-        yield Traffic(name, "how many copies", GATHER, counted, counted * dispatch.counts, 0.0)
+        yield entry(name, "how many copies", GATHER, counted, dispatch.counts)
 
 
 def _loss(work: Workload) -> Iterator[Traffic]:
@@ -239,11 +221,9 @@ def _loss(work: Workload) -> Iterator[Traffic]:
     axes = [axis for axis in ("pipe", "tensor") if work.axes[axis] > 1]
     if not (axes and work.has_output):
         return
-    loss = head(work)
-    blocks, tokens = loss.blocks
-    count = blocks * work.microbatches
-    total = 3 * FLOAT32 * tokens * count
-    yield Traffic(" x ".join(axes), "sums of the loss", REDUCE, 2 * count, total, 0.0)
+    blocks, tokens = head(work).blocks
+    times, size = blocks * work.microbatches, 3 * FLOAT32 * tokens
+    yield entry(" x ".join(axes), "sums of the loss", REDUCE, times, size, 2)
 
 
 def _whole_matrices(work: Workload) -> Iterator[Traffic]:
@@ -255,8 +235,7 @@ def _whole_matrices(work: Workload) -> Iterator[Traffic]:
         sizes.setdefault((is_exchange, " x ".join(axes)), []).append(size)
     for (is_exchange, axis), each in sizes.items():
         kind, times = (ALL_TO_ALL, 2) if is_exchange else (GATHER, 1)
-        counted = times * len(each), times * sum(each)
-        yield Traffic(axis, "parts of matrices for the update", kind, *counted, 0.0)
+        yield entry(axis, "parts of matrices for the update", kind, times, sum(each), len(each))
 
 
 def _fsdp(work: Workload) -> Iterator[Traffic]:
@@ -265,9 +244,9 @@ def _fsdp(work: Workload) -> Iterator[Traffic]:
 
     Backward gathers a layer's parameters again. The gradients of a unit's first sublayer wait for
     the next layer, so that a step scatters them once more, at its end, and under ZeRO-1 also before
-    its last tick. Where a microbatch has fewer
-    tokens than the table of token embeddings has rows, the tokens' ids are gathered and their
-    vectors, B x L x D, exchanged instead, in backward the vectors' gradients, and the ids again.
+    its last tick. Where a microbatch has fewer tokens than the table of token embeddings has rows,
+    the tokens' ids are gathered and their vectors, B x L x D, exchanged instead, in backward the
+    vectors' gradients, and the ids again.
     """
     for axes in dict.fromkeys(shard.fsdp for shard in work.shards if shard.fsdp):
         yield from _gathered(work, axes)
@@ -275,29 +254,22 @@ def _fsdp(work: Workload) -> Iterator[Traffic]:
 
 def _gathered(work: Workload, axes: tuple[str, ...]) -> Iterator[Traffic]:
     """The traffic over fsdp of the shards that are gathered over these mesh axes."""
-    name = " x ".join(axes)
-    (embed, embed_backward), e, chunks = (
-        embeddings(work),
-        work.itemsize,
-        work.config.parallel.chunks,
-    )
+    name, e, chunks = " x ".join(axes), work.itemsize, work.config.parallel.chunks
+    embed, embed_backward = embeddings(work)
     sharded = [shard for shard in work.shards if shard.fsdp == axes]
     layered = [shard for shard in sharded if shard.parameter.group is not None]
     lanes = work.lanes
 
     def layers(purpose: str, kind: str, times: int, shards: list[Shard]) -> Traffic:
         """The parameters of all layers that a chunk runs."""
-        held = [work.held[shard.parameter.group or 0] for shard in shards]
-        places = [chunks * work.places[shard.parameter.group or 0] for shard in shards]
-        count = sum(n for s, n in zip(shards, held, strict=True) if s.first_fused)
-
-        def size_of(shard: Shard) -> int:
-            if kind == GATHER:
-                return work.weight_bytes(shard, shard.whole)
-            return work.gradient_itemsize * shard.whole
-
-        size = sum(size_of(s) // n * m for s, n, m in zip(shards, places, held, strict=True))
-        return Traffic(name, purpose, kind, times * count, times * size, 0.0)
+        count = size = 0
+        for shard in shards:
+            held, places = (n[shard.parameter.group or 0] for n in (work.held, work.places))
+            weights = work.weight_bytes(shard, shard.whole)
+            each = weights if kind == GATHER else work.gradient_itemsize * shard.whole
+            count += held * shard.first_fused
+            size += each // (chunks * places) * held
+        return entry(name, purpose, kind, times, size, count)
 
     for purpose, first_purpose, times, first in (
         (PARAMETERS_FORWARD, FIRST_FORWARD, lanes.forward, _reads_input),
@@ -317,7 +289,7 @@ def _gathered(work: Workload, axes: tuple[str, ...]) -> Iterator[Traffic]:
         for n, s in zip(times, first, strict=True)
     )
     count = sum(n * s.first_fused for n, s in zip(times, first, strict=True))
-    yield Traffic(name, LAYER_GRADIENTS, SCATTER, count, size, 0.0)
+    yield entry(name, LAYER_GRADIENTS, SCATTER, 1, size, count)
     ends = [shard for shard in sharded if shard.parameter.group is None]
     tied = not any(shard.parameter.kind == "output" for shard in ends)
     tied = tied and work.has_output
@@ -369,10 +341,12 @@ def _data(work: Workload) -> Iterator[Traffic]:
     for axes, members in scattered.items():
         name = " x ".join(axes)
         ends = [shard for shard in members if shard.parameter.group is None]
-        computed = sum(shard.computed for shard in ends)
-        weights, gradients = work.itemsize * computed, work.gradient_itemsize * computed
-        yield Traffic(name, "weights of the step (ZeRO-1)", GATHER, len(ends), weights, 0.0)
-        yield Traffic(name, "gradients (ZeRO-1)", SCATTER, len(ends), gradients, 0.0)
+        computed, count = sum(shard.computed for shard in ends), len(ends)
+        size = work.gradient_itemsize * computed
+        yield entry(
+            name, "weights of the step (ZeRO-1)", GATHER, 1, work.itemsize * computed, count
+        )
+        yield entry(name, "gradients (ZeRO-1)", SCATTER, 1, size, count)
         layers = [shard for shard in members if shard.parameter.group is not None]
         yield from _zero1_of_layers(work, name, layers)
     for axes, members in _by_axes(work, lambda shard: shard.sum_axes).items():
@@ -384,7 +358,7 @@ def _zero1_of_layers(work: Workload, axis: str, layers: list[Shard]) -> Iterator
     model, chunks = work.config.model, work.config.parallel.chunks
     unroll = model.scan_unroll if model.scan_layers else 0
 
-    def entry(purpose: str, kind: str, bytes_of: Callable, runs: Callable) -> Traffic:
+    def one(purpose: str, kind: str, bytes_of: Callable, runs: Callable) -> Traffic:
         """runs(slots of a chunk, whether a loop runs them, whether the unit begins with it)."""
         count = size = 0
         for shard in layers:
@@ -393,7 +367,7 @@ def _zero1_of_layers(work: Workload, axis: str, layers: list[Shard]) -> Iterator
             times = runs(slots, loops, shard.parameter.path[4] == "0")
             count += times * chunks * shard.first_fused
             size += times * bytes_of(shard) // slots  # a slot of each chunk
-        return Traffic(axis, purpose, kind, count, size, 0.0)
+        return entry(axis, purpose, kind, 1, size, count)
 
     def gradients(shard: Shard) -> int:
         return work.gradient_itemsize * shard.computed
@@ -401,10 +375,10 @@ def _zero1_of_layers(work: Workload, axis: str, layers: list[Shard]) -> Iterator
     def weights(shard: Shard) -> int:
         return work.copies(shard) * work.weight_bytes(shard, shard.computed)
 
-    yield entry(ZERO1_FIRST, GATHER, weights, lambda slots, loops, begins: 1)
-    yield entry(ZERO1_WEIGHTS, GATHER, weights, lambda slots, loops, begins: slots - 1 + loops)
-    yield entry(ZERO1_GRADIENTS, SCATTER, gradients, lambda slots, loops, begins: slots)
-    yield entry(ZERO1_LAST, SCATTER, gradients, lambda slots, loops, begins: int(begins))
+    yield one(ZERO1_FIRST, GATHER, weights, lambda slots, loops, begins: 1)
+    yield one(ZERO1_WEIGHTS, GATHER, weights, lambda slots, loops, begins: slots - 1 + loops)
+    yield one(ZERO1_GRADIENTS, SCATTER, gradients, lambda slots, loops, begins: slots)
+    yield one(ZERO1_LAST, SCATTER, gradients, lambda slots, loops, begins: int(begins))
 
 
 def _by_axes(work: Workload, axes: Callable[[Shard], tuple[str, ...]]) -> dict:

@@ -30,14 +30,8 @@ from maxmeg.planning.hardware import (
     GPUS_A_NODE,
     Cluster,
 )
-from maxmeg.planning.report import Traffic
+from maxmeg.planning.report import ALL_TO_ALL, GATHER, PERMUTE, SCATTER, Traffic
 
-GATHER, SCATTER, PERMUTE, ALL_TO_ALL = (
-    "all-gather",
-    "reduce-scatter",
-    "collective-permute",
-    "all-to-all",
-)
 PIECES_FORWARD, PIECES_BACKWARD = "keys and values, forward", "keys and values, backward"
 PIECE_GRADIENTS = "gradients of keys and values"
 HEADS_FORWARD = "queries, keys, values and outputs, forward"

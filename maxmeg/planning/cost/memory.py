@@ -60,16 +60,17 @@ def unit_deferred(work: Workload, unit: Unit) -> int:
     and the gathered inputs, e T D each (t = 1: none).
     """
     work, tensor = work.of(unit), work.axes["tensor"]
-    widths = unit.projected + unit.last_inputs
+    projected = unit.total("queries_keys_values")
+    widths = projected + unit.total("last_input")
     own = sum(spec.own_norms for spec in unit.specs)
     hidden = unit.sublayers - (unit.specs[-1].place.startswith("post"))
     hidden += -own if tensor > 1 else own
     gathered = unit.sublayers + 3 * own if tensor > 1 else 1
     transposed = unit.sublayers + own if transposes(work) else 0
     if not keeps_attention(work, unit):
-        widths += unit.head_outputs
+        widths += unit.total("head_outputs")
     if not work.kept:
-        widths += unit.columns - unit.projected + sum(one.normalized for one in unit.widths)
+        widths += unit.columns - projected + unit.total("normalized")
         hidden += unit.sublayers - (unit.specs[-1].place == "pre")
         gathered += unit.sublayers if tensor > 1 else 0
     kept = work.itemsize * work.tokens * widths // tensor

@@ -82,15 +82,9 @@ class Unit:
         whole = [w for one in self.widths for name, w in one.replicated.items() if name in names]
         return sum(cut), sum(whole)
 
-    @functools.cached_property
-    def projected(self) -> int:
-        """Width of queries, keys and values."""
-        return sum(one.queries_keys_values for one in self.widths)
-
-    @functools.cached_property
-    def last_inputs(self) -> int:
-        """Width of the inputs of the last product of MLPs and shared experts."""
-        return sum(one.last_input for one in self.widths)
+    def total(self, name: str) -> int:
+        """Sum of one of the `Widths` of all mixers."""
+        return sum(getattr(one, name) for one in self.widths)
 
     @functools.cached_property
     def gathered(self) -> tuple[int, ...]:
@@ -112,11 +106,6 @@ class Unit:
     def _memory(self, side: Side) -> float:
         """Number of the other side's tokens for each of this side."""
         return 1 / self.ratio if side == "source" else self.ratio
-
-    @functools.cached_property
-    def head_outputs(self) -> int:
-        """Width of the outputs of attention heads."""
-        return sum(one.head_outputs for one in self.widths)
 
     @functools.cached_property
     def sparse(self) -> int:
