@@ -79,6 +79,12 @@ RUNS = {
     "model.attention.softcap=5.0; model.attention.sinks=true; model.norm_place=sandwich; "
     "model.norm_one_plus=true; model.embedding_scale=3.0; model.logit_softcap=5.0; "
     "model.rotary.local_base=50.0; parallel.tensor=4; parallel.fsdp=2; model.recompute=selective",
+    "layer embeddings": "model.layers=local,mlp,layer_embedding attention,mlp,layer_embedding "
+    "*(shared_local,wide_mlp,layer_embedding shared_attention,wide_mlp,layer_embedding); "
+    "model.num_layers=6; model.layer_embedding.size=6; model.layer_scale=true; "
+    "model.norm_place=sandwich; model.attention.num_kv_heads=1; model.attention.window=5; "
+    "model.attention.local_head_dim=6; model.vocab_size=64; parallel.tensor=2; parallel.fsdp=2; "
+    + STAGES,
     "replicas without zero1": "parallel.data=4; parallel.fsdp=1; parallel.tensor=2; "
     "parallel.zero1=false; model.parallel_norms=true; model.layers=*(attention+mlp)",
     "ring": DOCUMENTS + "parallel.context=4; parallel.context_strategy=ring; parallel.fsdp=2; "
