@@ -118,7 +118,7 @@ def test_a_command_is_there(name, capsys):
         shown = capsys.readouterr().out
         assert max(map(len, shown.splitlines())) <= WIDTH and shown.count("\n") <= 50
         assert ("--optim.lr (" in shown) == (COMMANDS[name].config is True)
-        assert ("optim 4" in shown) == (COMMANDS[name].config is not False)
+        assert ("optim 5" in shown) == (COMMANDS[name].config is not False)
 
 
 def test_help_shows_all_settings_or_a_group(capsys):
