@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxmeg.config.schema import Config
 from maxmeg.layers import auxiliary
-from maxmeg.objectives.microbatch import complete
+from maxmeg.objectives.microbatch import with_divisors
 from maxmeg.objectives.objective import Model, Objective
 from maxmeg.objectives.table import OBJECTIVES
 from maxmeg.ops.recipes import recipe_of
@@ -81,7 +81,7 @@ def make_eval_step(
 
     def local(model, batch):
         reduction = config.train.loss_reduction
-        batch = complete(batch, reduction, batch_shards(mesh), [batch.loss_mask])
+        batch = with_divisors(batch, reduction, batch_shards(mesh), [batch.loss_mask])
         weights = enter([*whole_weights(places, dtype), Quantize(recipe, batch)], model)
         _, sums = local_gradients(weights, batch, None, config, objective, forward_only)
         return auxiliary.over_devices(sums, TOKEN_AXES)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from maxmeg.config.schema import Config
-from maxmeg.objectives.microbatch import complete, context
+from maxmeg.objectives.microbatch import context, with_divisors
 from maxmeg.objectives.table import OBJECTIVES
 from maxmeg.optim.build import clip
 from maxmeg.parallel.batch import Batch
@@ -23,7 +23,7 @@ def reference_step(config: Config, optimizer, state: TrainState, batch: Batch, *
     objective, dtype = OBJECTIVES[config.data.objective], config.model.dtype.value
     key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
     masks = objective.masks(state.model, batch)
-    batch = complete(batch, config.train.loss_reduction, 1, masks)
+    batch = with_divisors(batch, config.train.loss_reduction, 1, masks)
 
     def cast(variable):
         exact = info(variable).is_exact or variable.get_value() is None

@@ -18,7 +18,7 @@ from maxmeg.config.recompute import offloaded_alone
 from maxmeg.config.schema import Config
 from maxmeg.layers import auxiliary
 from maxmeg.models.stack import first_sublayer
-from maxmeg.objectives.microbatch import complete, context
+from maxmeg.objectives.microbatch import context, with_divisors
 from maxmeg.objectives.objective import Metrics, Model, Objective
 from maxmeg.objectives.table import OBJECTIVES
 from maxmeg.ops.recipes import recipe_of
@@ -132,7 +132,7 @@ def make_gradients(
     def local(model, batch, raw_key, scale):
         masks, reduction = objective.masks(model, batch), config.train.loss_reduction
         scale = 1.0 if scale is None else scale
-        batch = complete(batch, reduction, batch_shards(mesh), masks, scale)
+        batch = with_divisors(batch, reduction, batch_shards(mesh), masks, scale)
         weights = enter(stored, model)
         if has_shards(weights):
             batch = ordering.after(batch, partition(weights)[0])

@@ -79,9 +79,9 @@ class Programs:
         source_pages = row_pages if trained.config.model.has_source else 0
         self.source = source_pages * slots  # most tokens of an encoder-decoder's source
         model = dropless(trained.model)
-        self._places = reductions(model, self.mesh, trained.config.parallel.zero1)
+        self._reductions = reductions(model, self.mesh, trained.config.parallel.zero1)
         dtype = jnp.dtype(trained.config.model.dtype.value)
-        self.model = prepared(model, self._places, self.mesh, dtype)
+        self.model = prepared(model, self._reductions, self.mesh, dtype)
         self._specs = jax.tree.map(lambda array: array.sharding.spec, self.model)
         rest = slots, lanes, source_pages
         if not pages:
@@ -184,7 +184,7 @@ class Programs:
         def one(array, place):
             return array if place.kv_slice is None else array[0]
 
-        return jax.tree.map(one, model, self._places)
+        return jax.tree.map(one, model, self._reductions)
 
     def _state(self, size: CacheSize) -> Callable:
         """The function of the model that makes (empty cache, room for the tokens of each lane)."""
@@ -305,8 +305,8 @@ def jitted(
     """Return the jitted function(model, *arguments) for a model on `mesh`. Weights are cast to the
     compute dtype. axes: the rows of all arguments and of the result are divided among the devices
     along these; every device along the others has all of them."""
-    places, dtype = reductions(model, mesh, config.parallel.zero1), config.model.dtype.value
-    transforms = whole_weights(places, jnp.dtype(dtype))
+    by_parameter, dtype = reductions(model, mesh, config.parallel.zero1), config.model.dtype.value
+    transforms = whole_weights(by_parameter, jnp.dtype(dtype))
     specs = jax.tree.map(lambda array: array.sharding.spec, model)
 
     def local(model, values):
@@ -345,23 +345,23 @@ def prepared(model: LM, reductions_of_model, mesh: Mesh, dtype) -> LM:
     dimension of one). Other arrays are not copied.
     """
     leaves, tree = jax.tree.flatten(model)
-    places, storage = map(jax.tree.leaves, (reductions_of_model, storage_specs(model, mesh, False)))
+    ways, storage = map(jax.tree.leaves, (reductions_of_model, storage_specs(model, mesh, False)))
     numbers = [
         i
-        for i, (array, place) in enumerate(zip(leaves, places, strict=True))
-        if place.kv_slice or place.cut or not (place.exact or array.dtype == dtype)
+        for i, (array, way) in enumerate(zip(leaves, ways, strict=True))
+        if way.kv_slice or way.cut or not (way.exact or array.dtype == dtype)
     ]
     if not numbers:
         return model
-    transforms = whole_weights([places[i] for i in numbers], dtype)
-    sliced = [places[i].kv_slice is not None for i in numbers]
+    transforms = whole_weights([ways[i] for i in numbers], dtype)
+    sliced = [ways[i].kv_slice is not None for i in numbers]
     specs = tuple(leaves[i].sharding.spec for i in numbers)
 
     def local(*arrays):
         weights = enter(transforms, list(arrays))
         return [array[None] if cut else array for array, cut in zip(weights, sliced, strict=True)]
 
-    outputs = [PER_DEVICE if places[i].kv_slice else storage[i] for i in numbers]
+    outputs = [PER_DEVICE if ways[i].kv_slice else storage[i] for i in numbers]
     program = spmd(local, mesh, specs, outputs)
     for i, array in zip(numbers, jax.jit(program)(*(leaves[i] for i in numbers)), strict=True):
         leaves[i] = array

@@ -14,7 +14,7 @@ from maxmeg.config.mixers import AttentionConfig, QkNorm
 from maxmeg.config.model import ModelConfig, Position
 from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.setting import shared_values
-from maxmeg.distributed.attention.context import ContextCall, among_heads, attention_over_context
+from maxmeg.distributed.attention.context import ContextCall, attention_over_context, padded_heads
 from maxmeg.distributed.attention.context_choice import ContextStrategy
 from maxmeg.distributed.attention.rounds import Expand
 from maxmeg.layers.cache import CacheSize, cached_attention, empty_pages
@@ -372,7 +372,7 @@ class Attention(Mixer):
         if largest_H is None:
             return out_BLHV, {}
         first = first_index(TENSOR_AXES, len(largest_H))
-        return out_BLHV, {LARGEST: Max(among_heads(largest_H, first, self.spec.num_heads))}
+        return out_BLHV, {LARGEST: Max(padded_heads(largest_H, first, self.spec.num_heads))}
 
     def update(self, aux: dict[str, jax.Array]) -> None:
         clip, spec = self.spec.clip, self.spec

@@ -34,7 +34,7 @@ def context(batch: Batch, raw_key: jax.Array | None, layer=0) -> Context:
     )
 
 
-def complete(
+def with_divisors(
     batch: Batch,
     reduction: LossReduction,
     shards: int,

@@ -61,47 +61,46 @@ def training_transforms(
 ) -> list[Transform]:
     """All transforms of a training step but Quantize, for an abstract model with shardings. recipe:
     that Quantize will be for."""
-    places = reductions(model, mesh, zero1)
-    outer, stack = partition(places)
-    outer = joined(outer, jax.tree.map(lambda place: dataclasses.replace(place, cut=None), stack))
-    fuse = Fuse(mesh, trained(places), recipe.multiple if recipe else 1)
-    return [*whole_weights(outer, dtype), ByLayer(places), fuse]
+    by_parameter = reductions(model, mesh, zero1)
+    outer, stack = partition(by_parameter)
+    outer = joined(outer, jax.tree.map(lambda r: dataclasses.replace(r, cut=None), stack))
+    fuse = Fuse(mesh, trained(by_parameter), recipe.multiple if recipe else 1)
+    return [*whole_weights(outer, dtype), ByLayer(by_parameter), fuse]
 
 
-def whole_weights(places, dtype) -> list[Transform]:
-    """The transforms to weights in `dtype` that are not sharded by ZeRO-1. places: the Reduction of
-    each."""
-    return [Cast(places, dtype), KvSlice(places), Gather(places)]
+def whole_weights(reductions, dtype) -> list[Transform]:
+    """Transforms to weights in `dtype`, not sharded by ZeRO-1. reductions: of each parameter."""
+    return [Cast(reductions, dtype), KvSlice(reductions), Gather(reductions)]
 
 
-def elements(place: Reduction, count: int, mesh: Mesh | AbstractMesh) -> int:
+def elements(way: Reduction, count: int, mesh: Mesh | AbstractMesh) -> int:
     """Elements of a device's weight after all transforms, from those of its master."""
-    devices = 1 if place.cut is None else math.prod(mesh.shape[axis] for axis in place.cut.axes)
-    return devices * count // (1 if place.kv_slice is None else place.kv_slice.num_heads)
+    devices = 1 if way.cut is None else math.prod(mesh.shape[axis] for axis in way.cut.axes)
+    return devices * count // (1 if way.kv_slice is None else way.kv_slice.num_heads)
 
 
 @dataclasses.dataclass(frozen=True)
 class Cast:
-    """places: the Reduction of each parameter. Those that are `exact` keep their dtype."""
+    """reductions: the Reduction of each parameter. Those that are `exact` keep their dtype."""
 
-    places: typing.Any
+    reductions: typing.Any
     dtype: typing.Any
 
     @jax.named_scope("compute_weights")
     def enter(self, model):
-        def one(master, place: Reduction):
-            return master if place.exact else master.astype(self.dtype)
+        def one(master, reduction: Reduction):
+            return master if reduction.exact else master.astype(self.dtype)
 
-        return jax.tree.map(one, model, self.places)
+        return jax.tree.map(one, model, self.reductions)
 
     @jax.named_scope("reduce_gradients")
     def leave(self, gradients):
         """One collective for each set of axes, in parallel.gradient_dtype."""
         leaves, tree = jax.tree.flatten(gradients)
         by_axes: dict[tuple[str, ...], list[int]] = {}
-        for i, place in enumerate(jax.tree.leaves(trained(self.places))):
-            axes = collectives.present(place.sum_axes)
-            leaves[i] = leaves[i].astype(place.dtype) if axes else leaves[i]
+        for i, reduction in enumerate(jax.tree.leaves(trained(self.reductions))):
+            axes = collectives.present(reduction.sum_axes)
+            leaves[i] = leaves[i].astype(reduction.dtype) if axes else leaves[i]
             by_axes.setdefault(axes, []).append(i)
         for axes, members in by_axes.items():
             sums = collectives.sum_over([leaves[i] for i in members], axes)
@@ -112,42 +111,43 @@ class Cast:
 
 @dataclasses.dataclass(frozen=True)
 class KvSlice:
-    """places: the Reduction of each parameter."""
+    """reductions: the Reduction of each parameter."""
 
-    places: typing.Any
+    reductions: typing.Any
 
     def enter(self, model):
-        return jax.tree.map(functools.partial(_head, collectives.local_kv_head), model, self.places)
+        slice_head = functools.partial(_head, collectives.local_kv_head)
+        return jax.tree.map(slice_head, model, self.reductions)
 
     def leave(self, gradients):
         gather_head = functools.partial(_head, collectives.at_kv_head)
-        return jax.tree.map(gather_head, gradients, trained(self.places))
+        return jax.tree.map(gather_head, gradients, trained(self.reductions))
 
 
-def _head(function, array: jax.Array, place: Reduction) -> jax.Array:
-    heads = place.kv_slice
+def _head(function, array: jax.Array, reduction: Reduction) -> jax.Array:
+    heads = reduction.kv_slice
     return array if heads is None else function(array, heads.dim, heads.num_heads)
 
 
 @dataclasses.dataclass(frozen=True)
 class Gather:
-    """places: the Reduction of each parameter."""
+    """reductions: the Reduction of each parameter."""
 
-    places: typing.Any
+    reductions: typing.Any
 
     @jax.named_scope("compute_weights")
     def enter(self, model):
-        def one(shard, place: Reduction):
-            cut = place.cut
+        def one(shard, reduction: Reduction):
+            cut = reduction.cut
             return shard if cut is None else collectives.gather(shard, cut.axes, cut.dim)
 
-        return jax.tree.map(one, model, self.places)
+        return jax.tree.map(one, model, self.reductions)
 
     @jax.named_scope("reduce_gradients")
     def leave(self, gradients):
-        def one(gradient, place: Reduction):
-            if (cut := place.cut) is None:
+        def one(gradient, reduction: Reduction):
+            if (cut := reduction.cut) is None:
                 return gradient
-            return collectives.scatter(gradient.astype(place.dtype), cut.axes, cut.dim)
+            return collectives.scatter(gradient.astype(reduction.dtype), cut.axes, cut.dim)
 
-        return jax.tree.map(one, gradients, trained(self.places))
+        return jax.tree.map(one, gradients, trained(self.reductions))

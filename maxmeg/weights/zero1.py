@@ -17,20 +17,20 @@ class ByLayer:
     """The transform (weights/transforms.py) that gives shards of the stack their Cut.
 
     Between `enter` and `leave` the pipeline gathers a layer's shards before the layer runs, and
-    scatters its gradients. places: the Reduction of each parameter.
+    scatters its gradients. reductions: the Reduction of each parameter.
     """
 
-    places: typing.Any
+    reductions: typing.Any
 
     def enter(self, model):
-        def one(path, weight, place):
-            cut = place.get_value().cut if path[0].name == "stack" else None
+        def one(path, weight, reduction):
+            cut = reduction.get_value().cut if path[0].name == "stack" else None
             return weight if cut is None else replaced(weight, weight.get_value(), cut=cut)
 
-        return jax.tree_util.tree_map_with_path(one, model, self.places, is_leaf=is_variable)
+        return jax.tree_util.tree_map_with_path(one, model, self.reductions, is_leaf=is_variable)
 
     def leave(self, gradients):
-        structure = jax.tree.structure(trained(self.places))
+        structure = jax.tree.structure(trained(self.reductions))
         outer, stack = partition(jax.tree.unflatten(structure, jax.tree.leaves(gradients)))
         return joined(after(outer, stack) if has_shards(gradients) else outer, stack)
 

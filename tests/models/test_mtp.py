@@ -17,7 +17,7 @@ from maxmeg.layers.context import Context
 from maxmeg.models.lm import LM
 from maxmeg.models.mixers import pattern
 from maxmeg.objectives.language_modelling import LANGUAGE_MODELLING, shifted
-from maxmeg.objectives.microbatch import complete
+from maxmeg.objectives.microbatch import with_divisors
 from maxmeg.parallel.batch import Batch
 from maxmeg.parallel.trainable import trained
 from maxmeg.pipeline.schedule import one_f_one_b
@@ -104,7 +104,7 @@ def test_a_loop_over_depths_gives_the_same_loss_and_gradients():
     model, batch = drawn(2)
     masks = [mask[None] for mask in LANGUAGE_MODELLING.masks(model, batch)]
     batched = jax.tree.map(lambda array: array[None], batch)
-    whole = complete(batched, LossReduction.token_mean, 1, masks)
+    whole = with_divisors(batched, LossReduction.token_mean, 1, masks)
     config = Config(train=TrainConfig(loss_chunk=8))
 
     def plain(model):
@@ -147,7 +147,7 @@ def test_each_depth_is_divided_by_its_own_tokens(reduction):
     zeros = jnp.zeros(mask.shape, jnp.int32)
     batch = Batch(zeros, zeros, zeros, jnp.asarray(mask))
     model = jax.eval_shape(lambda key: LM(key, tiny(MODEL).model), jax.random.key(0))
-    actual = complete(batch, reduction, 1, LANGUAGE_MODELLING.masks(model, batch))
+    actual = with_divisors(batch, reduction, 1, LANGUAGE_MODELLING.masks(model, batch))
     for depth in range(DEPTHS):
         each = mask[:, :, depth + 1 :].sum(axis=(1, 2))
         wanted = [each.sum()] * 2 if reduction is LossReduction.token_mean else 2 * each

@@ -143,10 +143,10 @@ def exchanged(call: ContextCall, inner: int) -> Result:
         results = attention_with_lse(*arrays, *settings, backend=call.backend)
         out_BLHV, largest_H = output_and_largest(*results)
     out_BLHV = collectives.exchange(out_of_order(out_BLHV, inner), CONTEXT_AXES, 1, 2, groups)
-    return out_BLHV, among_heads(largest_H, number * heads, heads * inner)
+    return out_BLHV, padded_heads(largest_H, number * heads, heads * inner)
 
 
-def among_heads(largest_H: jax.Array | None, first, count: int) -> jax.Array | None:
+def padded_heads(largest_H: jax.Array | None, first, count: int) -> jax.Array | None:
     """The numbers of the heads from `first` on among `count` heads, -inf for the others."""
     if largest_H is None:
         return None
