@@ -9,6 +9,7 @@ LEFT, RIGHT, TOP, BOTTOM = 60, 20, 12, 40  # margins of the plotted area
 CHARACTER = 0.58  # mean width of a character, in font sizes
 _TICKS = 7  # at most about so many
 _POINTS = 500  # at most, of a line
+_NAME = 50  # characters of a name in a legend
 _SUFFIXES = ("", "k", "M", "B", "T")
 
 
@@ -107,9 +108,11 @@ def thinned(values: Sequence[float]) -> Sequence[float]:
 def legend(
     entries: Sequence[tuple[str, list[str]]], left: float, right: float, top: float
 ) -> list[tuple[str, list[str], float, float]]:
-    """(name, colours, x, y) of each (name, colours), in as many rows as they need."""
+    """(name, colours, x, y) of each (name, colours), in as many rows as they need. Of a long name,
+    such as a path, the end is shown."""
     placed, x, y = [], left, top
     for name, colours in entries:
+        name = name if len(name) <= _NAME else f"…{name[1 - _NAME :]}"
         width = 16 * len(colours) + 4 + 12 * CHARACTER * len(name)
         if x > left and x + width > right:
             x, y = left, y + 20

@@ -47,6 +47,8 @@ def test_a_legend_has_as_many_rows_as_it_needs():
     assert len(set(rows)) == 3 and max(rows) < chart.height
     assert len({y for *_, y in legend([("a", []), ("b", [])], 0, WIDTH, 0)}) == 1
     assert not Chart("Loss", "step", curves[:1]).legend
+    ((name, *_),) = legend([("/" + 60 * "x" + "/run", [])], 0, WIDTH, 0)
+    assert len(name) == 50 and name.startswith("…") and name.endswith("x/run")
 
 
 def write_run(folder, losses, **more):
