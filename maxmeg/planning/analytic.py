@@ -48,12 +48,7 @@ from maxmeg.planning.cost.flops import layer_flops, training_flops
 from maxmeg.planning.cost.loss import FLOAT32
 from maxmeg.planning.cost.memory import activations_by_mode, device_memory, head
 from maxmeg.planning.cost.offload import host_memory, offload_seconds
-from maxmeg.planning.cost.optimizer import (
-    is_halved,
-    newton_schulz_flops,
-    soap_flops,
-    state_bytes,
-)
+from maxmeg.planning.cost.optimizer import is_halved, newton_schulz_flops, soap_flops, state_bytes
 from maxmeg.planning.cost.parameters import parameter_counts
 from maxmeg.planning.cost.workload import Shard, Workload, workload
 from maxmeg.planning.hardware import (
@@ -66,10 +61,7 @@ from maxmeg.planning.report import Analytic, Traffic
 
 BACKWARD_SCORES = 2.5  # attention's backward recomputes the scores: five products, forward two
 HIDDEN_FORWARD = (communication.PARAMETERS_FORWARD,)
-HIDDEN_BACKWARD = (
-    communication.PARAMETERS_BACKWARD,
-    communication.LAYER_GRADIENTS,
-)
+HIDDEN_BACKWARD = (communication.PARAMETERS_BACKWARD, communication.LAYER_GRADIENTS)
 
 
 @dataclasses.dataclass(frozen=True)

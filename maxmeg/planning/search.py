@@ -23,27 +23,16 @@ GIB = 2**30
 PLAIN = {"schedule": Schedule.one_f_one_b, "chunks": 1, "pad_layers": False}
 LONG = 32768  # tokens of a sequence from which on the search divides it over context
 LEAST_PIECE = 4096  # tokens of it on a device, unless the batch is smaller than the replicas
-DEPENDENT = (
+DEPENDENT = [
     "expert_exchange",
     "expert_buffer",
     "expert_nodes",
     "context_strategy",
     "context_inner",
-)
+]
+MESH = ["pipe", "data", "fsdp", "expert", "expert_tensor", "context", "fsdp_context", "tensor"]
 VARIED = {
-    "parallel": (
-        "pipe",
-        "data",
-        "fsdp",
-        "expert",
-        "expert_tensor",
-        "context",
-        "fsdp_context",
-        "tensor",
-        "schedule",
-        "chunks",
-        "pad_layers",
-    ),
+    "parallel": (*MESH, "schedule", "chunks", "pad_layers"),
     "train": ("micro_batch_size",),
     "model": ("recompute",),
     "optim": ("offload",),

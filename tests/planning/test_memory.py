@@ -204,6 +204,11 @@ DRAWN = [
     ("gemma3-12b", 128, 1, 4, "selective", IN_CHUNKS, 17.86),  # a unit without a loop, at the loss
     ("qwen3-1.7b", 4, 2, 2, "full", {"pipe": 4} | ZERO_BUBBLE, 32.89),  # norms of heads
     ("nemotron4-15b", 64, 1, 2, "minimal", {"pipe": 8, "data": 4} | ZERO_BUBBLE, 19.70),
+    ("llama2-7b", 8, 2, 4, "full", {"pipe": 2, "tensor": 2} | ZERO_BUBBLE, 51.99),  # transposed
+    ("pythia-1b", 8, 2, 8, "selective", {"pipe": 2, "tensor": 2} | ZERO_BUBBLE, 6.45),  # own norms
+    ("gpt-oss-20b", 16, 1, 4, "selective", {"pipe": 8, "data": 2, "pad_layers": True}, 59.72),
+    ("qwen3-30b-a3b", 64, 1, 1, "minimal", {"fsdp": 64}, 30.86),  # rows beside weights
+    ("mixtral-8x7b", 32, 1, 2, "selective", {"fsdp": 32}, 64.43),  # beyond XLA's limit of memory
 ]
 
 

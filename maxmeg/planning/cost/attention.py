@@ -166,10 +166,7 @@ def call_of(
         bias_NH=present if spec.buckets else None,
     )
     scores = spec.score_spec()
-    queries, keys = (
-        array(heads, spec.key_size),
-        array(groups, spec.key_size, length=keys_length),
-    )
+    queries, keys = array(heads, spec.key_size), array(groups, spec.key_size, length=keys_length)
     values = array(groups, spec.head_output_size, length=keys_length)
     return queries, keys, values, scores, operands
 

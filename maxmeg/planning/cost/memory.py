@@ -11,12 +11,7 @@ from maxmeg.config.recompute import POLICIES
 from maxmeg.parallel.parameter import info
 from maxmeg.planning.cost import context, experts
 from maxmeg.planning.cost.attention import keeps_attention, stored_attention
-from maxmeg.planning.cost.backward import (
-    layer,
-    scattered_in_branch,
-    split_once,
-    two_ticks,
-)
+from maxmeg.planning.cost.backward import layer, scattered_in_branch, split_once, two_ticks
 from maxmeg.planning.cost.loss import FLOAT32, Head
 from maxmeg.planning.cost.optimizer import host_master_bytes, is_halved, state_bytes
 from maxmeg.planning.cost.workload import Shard, Unit, Workload

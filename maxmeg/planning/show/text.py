@@ -208,10 +208,7 @@ def schedule_facts(table: Table) -> list[tuple[str, str]]:
     terms = [f"{part:.4g} {name}" for part, name in zip(idle.lost, "FBW", strict=True) if part]
     lost = " + ".join(terms) or "nothing"
     over = f"{idle.fraction:.1%} over the ideal where F = B = W; idle per stage: {lost}"
-    facts = [
-        ("schedule", f"{schedule_title(table)}, {table.ticks} ticks: {on}"),
-        ("bubble", over),
-    ]
+    facts = [("schedule", f"{schedule_title(table)}, {table.ticks} ticks: {on}"), ("bubble", over)]
     if any(in_flight):
         each = " ".join(str(count) for count in in_flight)
         unit = "microbatches" if table.chunks == 1 else "chunks of microbatches"
