@@ -84,7 +84,8 @@ NO_NOUNS = "again ahead apart asked begun beside by found further given gone hel
 NO_NOUNS += " known listed made mine more near needed on own said seen settled shown taken there"
 NO_NOUNS += " through used wanted whole written"
 NO_NOUN = re.compile(rf"_*({NO_NOUNS.replace(' ', '|')})(_[A-Z0-9]+)?_*")
-WITH_OTHERS = ("maxmeg/models/lm.py", "maxmeg/models/mixers.py", "maxmeg/planning/")
+PLANNER = "analytic", "cost/", "remedies", "search", "show/"
+WITH_OTHERS = ("maxmeg/models/lm.py", *(f"maxmeg/planning/{name}" for name in PLANNER))
 CLOCKS = re.compile(r"time\.(time|monotonic|perf_counter|process_time|thread_time)(_ns)?\(\)")
 
 

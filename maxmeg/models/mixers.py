@@ -44,14 +44,14 @@ def pattern(config: ModelConfig, parallel: ParallelConfig | None = None) -> Patt
     """
     parallel = parallel or ParallelConfig()
     split = parallel.pipe > 1 and parallel.schedule is Schedule.zero_bubble
-    apart = parallel.tensor > 1 and not split
+    one_by_one = parallel.tensor > 1 and not split
 
     def sublayers(layers):
         specs = [[sublayer_spec(config, parallel, names) for names in kind] for kind in layers]
         for layer in specs if config.layer_scale else ():
             layer[-1] = dataclasses.replace(layer[-1], has_scale=True)
         for layer in specs[1:]:
-            layer[0] = dataclasses.replace(layer[0], after_gradients=apart * len(layer))
+            layer[0] = dataclasses.replace(layer[0], after_gradients=one_by_one * len(layer))
         return tuple(spec for layer in specs for spec in layer)
 
     return tuple((sublayers(layers), repeats) for layers, repeats in config.groups)

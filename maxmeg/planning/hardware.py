@@ -152,8 +152,8 @@ def parse_cluster(text: str) -> Cluster:
         )
     name, count = match[1], int(match[2])
     if name not in _CLUSTER_GPUS:
-        known = ", ".join(_CLUSTER_GPUS)
-        raise ValueError(f"hardware={text!r}: no GPU is named {name!r}; choose from {known}")
+        names = ", ".join(_CLUSTER_GPUS)
+        raise ValueError(f"hardware={text!r}: no GPU is named {name!r}; choose from {names}")
     if not has_whole_nodes(count):
         raise ValueError(
             f"hardware={text!r}: {count} GPUs do not make nodes of {GPUS_A_NODE}: choose 1 to "

@@ -165,8 +165,8 @@ def num_trips(instruction: Instruction) -> int | None:
     """Number of trips of a loop, None if unknown; 1 for other instructions."""
     if instruction.opcode != "while":
         return 1
-    known = _TRIPS.search(instruction.attributes)
-    return int(known[1]) if known else None
+    match = _TRIPS.search(instruction.attributes)
+    return int(match[1]) if match else None
 
 
 def starts(instruction: Instruction) -> bool:
@@ -182,7 +182,7 @@ def collectives(program: Program, mesh: dict[str, int]) -> tuple[Collective, ...
     entries of their own.
     """
     rows: dict[tuple, Collective] = {}
-    beside = flops_beside(program)
+    flops = flops_beside(program)
     for name, instruction, runs in program.instructions():
         kind = instruction.opcode.removesuffix("-start")
         if kind not in KINDS:
@@ -199,7 +199,7 @@ def collectives(program: Program, mesh: dict[str, int]) -> tuple[Collective, ...
             instructions=row.instructions + 1,
             runs=row.runs + runs,
             volume=row.volume + runs * sum(array_bytes(*array) for array in results),
-            exposed=row.exposed + (0 if beside.get(instruction.name, beside.get(name)) else runs),
+            exposed=row.exposed + (0 if flops.get(instruction.name, flops.get(name)) else runs),
         )
     return tuple(sorted(rows.values(), key=lambda row: (row.axes, row.kind, -row.volume)))
 
@@ -326,14 +326,14 @@ def mesh_groups(text: str) -> np.ndarray | None:
     axes = {name: int(size) for name, size in re.findall(r"([\w'.\-]+)=(\d+)", match[1])}
     ids = np.arange(math.prod(axes.values()))
     if match[2]:
-        listed = iota(match[2])
-        ids = np.array(numbers(match[2].rpartition("]")[2])) if listed is None else listed.ravel()
+        order = iota(match[2])
+        ids = np.array(numbers(match[2].rpartition("]")[2])) if order is None else order.ravel()
     chosen: dict[str, list[tuple[int, int]]] = {name: [] for name in axes}
     for name, before, size in re.findall(r"([\w'.\-]+)(?::\((\d+)\)(\d+))?", match[3]):
         chosen[name].append((int(before or 1), int(size or axes[name])))
     sizes, members = [], []
-    for name, whole in axes.items():
-        cuts = sorted({1, whole} | {cut for b, s in chosen[name] for cut in (b, b * s)})
+    for name, total in axes.items():
+        cuts = sorted({1, total} | {cut for b, s in chosen[name] for cut in (b, b * s)})
         for low, high in itertools.pairwise(cuts):
             if any(before <= low < before * size for before, size in chosen[name]):
                 members.append(len(sizes))
@@ -394,7 +394,7 @@ def instruction_flops(instruction: Instruction, shapes: dict[str, str]) -> float
 def flops_beside(program: Program) -> dict[str, float]:
     """FLOPs of the matrix products between start and end of each asynchronous instruction, by its
     name and by the names of the computations that it calls."""
-    beside = {}
+    overlap = {}
     for name, instructions in program.computations.items():
         if not program.runs[name]:
             continue
@@ -404,16 +404,16 @@ def flops_beside(program: Program) -> dict[str, float]:
             shapes[instruction.name] = instruction.shape
             done = _OPERAND.search(instruction.attributes)
             if instruction.opcode.endswith("-done") and done and done[1] in pending:
-                beside[done[1]] = pending.pop(done[1])
+                overlap[done[1]] = pending.pop(done[1])
             elif starts(instruction):
                 pending[instruction.name] = 0.0
             elif pending:
                 flops = flops_within(program, instruction, shapes)
                 pending = {key: value + flops for key, value in pending.items()}
         for instruction in instructions:
-            if instruction.name in beside:
-                beside |= dict.fromkeys(callees(instruction), beside[instruction.name])
-    return beside
+            if instruction.name in overlap:
+                overlap |= dict.fromkeys(callees(instruction), overlap[instruction.name])
+    return overlap
 
 
 def flops_within(program: Program, instruction: Instruction, shapes: dict[str, str]) -> float:

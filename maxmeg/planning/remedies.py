@@ -50,8 +50,8 @@ def planned_kernels(config: Config, count: int) -> tuple[str, dict[str, str]]:
         work = workload(config, count)
     except ValueError:
         return "", {}
-    found = {"attention": backends(work), "experts": product_words(work)}
-    words = "; ".join(f"{what} by {names}" for what, names in found.items() if names)
+    kernels = {"attention": backends(work), "experts": product_words(work)}
+    words = "; ".join(f"{what} by {names}" for what, names in kernels.items() if names)
     return words, warnings(work)
 
 
@@ -119,12 +119,12 @@ def _changes(config: Config, count: int) -> tuple[list[Settings], ...]:
     policies, train = list(POLICIES), config.train
     words = config.model.recompute.split(",")
     named = [word for word in words if word in POLICIES] or ["selective"]  # a list: then full
-    more: list[Settings] = [
+    changes: list[Settings] = [
         {"model.recompute": policy} for policy in policies[min(map(policies.index, named)) + 1 :]
     ]
     size = train.micro_batch_size or workload(config, count).samples
     return (
-        more,
+        changes,
         [{"train.micro_batch_size": smaller} for smaller in divisors(size)[:-1]],
         list(_meshes(config, count)),
     )
