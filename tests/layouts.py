@@ -65,11 +65,10 @@ ALTERNATING = {
 }
 
 SHARED_KEYS = {
-    "vocab_size": 64,
     "num_layers": 6,
     "layers": "local,mlp,layer_embedding attention,mlp,layer_embedding "
     "*(shared_local,wide_mlp,layer_embedding shared_attention,wide_mlp,layer_embedding)",
-    "layer_embedding.size": 6,
+    "layer_embedding.size": 8,
     "layer_scale": True,
     "norm_place": NormPlace.sandwich,
     "attention.num_kv_heads": 1,

@@ -175,6 +175,7 @@ def parallel_problems(config: Config, sizes: dict[str, int]):
         fsdp, name = fsdp * sizes["context"], "fsdp x context"
     yield from expert_layout_problems(config)
     expert_ffn = model.expert_ffn if model.has("moe") else 0
+    layer_size = model.layer_embedding.size * model.has("layer_embedding")
     latents = (model.mla.kv_rank, model.mla.query_rank) if model.is_mla else (0, 0)
     expert_tensor = tensor // config.parallel.fold
     # Experts are sharded along ffn_size instead where that has enough parts.
@@ -183,12 +184,12 @@ def parallel_problems(config: Config, sizes: dict[str, int]):
         ("model.moe.ffn_size", expert_ffn, "expert_tensor", expert_tensor),
         ("model.moe.shared_ffn_size", model.moe.shared_ffn_size, "tensor", tensor),
         ("model.mlp.ffn_size", model.ffn if model.has("mlp") else 0, "tensor", tensor),
-        ("model.vocab_size", model.vocab_size * model.has("layer_embedding"), "tensor", tensor),
         ("model.hidden_size", model.hidden_size if model.has("conv") else 0, "tensor", tensor),
         ("data.sequence_length", config.data.sequence_length, "tensor", tensor),
         ("model.hidden_size", model.hidden_size, name, fsdp),
         ("model.moe.latent_size", cuts_latent * model.moe.latent_size, "fsdp", sizes["fsdp"]),
         ("model.mla.kv_rank", latents[0], name, fsdp),
+        ("model.layer_embedding.size", layer_size, name, fsdp),
         ("model.mla.query_rank", latents[1], name, fsdp),
     )
     yield from head_problems(model, tensor)

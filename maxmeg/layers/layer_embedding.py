@@ -2,10 +2,12 @@
 
 e = (sqrt(E) table[token] + norm(projection of the model's embedding) / sqrt(D)) / sqrt(2), of size
 E. The norm's weights are those of all layers. Each device along tensor looks tokens up in its rows
-of the table; all else runs on sequence shards, with whole matrices.
+of the table, or, where tensor does not divide these, has all of them; all else runs on sequence
+shards, with whole matrices.
 """
 
 import dataclasses
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -45,8 +47,8 @@ def shared_norm(norm: Norm) -> dict[str, jax.Array]:
 
 @dataclasses.dataclass(frozen=True)
 class LayerEmbeddingSpec(MixerSpec):
-    """size: E. std, out_std: standard deviations of the initial input and output weights; eps: of
-    the norm."""
+    """size: E. is_cut: whether the devices along tensor share the rows of the table. eps: of the
+    norm. std, out_std: standard deviations of the initial input and output weights."""
 
     name = "layer_embedding"
     reads = writes = "shard"
@@ -54,6 +56,7 @@ class LayerEmbeddingSpec(MixerSpec):
 
     size: int
     vocab_size: int
+    is_cut: bool
     activation: str = "geglu"
     eps: float = 1e-6
     std: float = 0.02
@@ -61,7 +64,8 @@ class LayerEmbeddingSpec(MixerSpec):
 
     @classmethod
     def settings(cls, config: ModelConfig, parallel: ParallelConfig, mixer: str) -> dict:
-        sizes = {"vocab_size": config.vocab_size, "eps": config.norm_eps}
+        is_cut = config.vocab_size % parallel.tensor == 0
+        sizes = {"vocab_size": config.vocab_size, "eps": config.norm_eps, "is_cut": is_cut}
         return super().settings(config, parallel, mixer) | sizes
 
     def stream(self, x_BLD: Float[Array, "B L D"], ctx: Context) -> dict[str, jax.Array]:
@@ -84,7 +88,8 @@ class LayerEmbedding(Mixer):
         keys = split(key, 4)
         self.spec, D, E = spec, spec.hidden_size, spec.size
         table = spec.std * normal(keys[0], (spec.vocab_size, E))
-        self.table = parameter(table, "layer_vocab", "embed", sizes=table.shape)
+        rows = "layer_vocab" if spec.is_cut else None
+        self.table = parameter(table, rows, "embed", sizes=table.shape)
         self.projection = Linear(keys[1], (D, E), ("embed", "latent"), spec.std)
         self.gate = Linear(keys[2], (D, E), ("embed", "latent"), spec.std)
         self.out = Linear(keys[3], (E, D), ("latent", "embed"), spec.out_std)
@@ -101,9 +106,10 @@ class LayerEmbedding(Mixer):
     def inputs(self, ctx: Context) -> Float[Array, "B L E"]:
         """e."""
         rows, spec = self.table.shape[0], self.spec
-        ids_BL = ctx.tokens_BL - first_index(TENSOR_AXES, rows)
-        table_VE = unshard_parameter(self.table)
-        token_BLE = scatter_sequence(lookup(table_VE, ids_BL, rows), ctx.sequence_sharded)
+        ids_BL = ctx.tokens_BL - (first_index(TENSOR_AXES, rows) if spec.is_cut else 0)
+        token_BLE: typing.Any = lookup(unshard_parameter(self.table), ids_BL, rows)
+        sharded = ctx.sequence_sharded
+        token_BLE = scatter_sequence(token_BLE, sharded) if spec.is_cut else ctx.shard(token_BLE)
         h_BLE = stored(self.projection(ctx.stream[EMBEDDING], ctx), "mlp_up")
         h_BLE = norm(h_BLE * spec.hidden_size**-0.5, ctx.stream[NORM], None, spec.eps, False)
         return (spec.size**0.5 * token_BLE + h_BLE) * 2**-0.5

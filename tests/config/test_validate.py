@@ -130,8 +130,9 @@ BAD = [
         "model.mtp.layers='': an MTP layer cannot have shared_attention | set it to attention,mlp",
     ),
     (
-        "model.layers=*(attention,mlp,layer_embedding); model.vocab_size=61; parallel.tensor=2",
-        "model.vocab_size=61 is not divisible by parallel.tensor=2",
+        "model.layers=*(attention,mlp,layer_embedding); model.layer_embedding.size=9; "
+        "parallel.fsdp=2",
+        "model.layer_embedding.size=9 is not divisible by parallel.fsdp=2: choose fsdp in 1, 3",
     ),
     (
         "model.layers=attention,mlp *(shared_attention,mlp); optim.qk_clip.threshold=100.0",
