@@ -37,12 +37,15 @@ from maxmeg.parallel.parameter import annotate, parameter
 EMBEDDING, NORM = "embedding", "embedding_norm"  # arrays of the residual stream
 
 
-def shared_norm(norm: Norm) -> dict[str, jax.Array]:
-    """The array of the residual stream with the weights of all layers' norm, in float32 so that the
-    gradients of all layers are summed in it; partial sums over pipe."""
-    assert norm.weight is not None
-    weight_E = norm.weight[...].astype(jnp.float32)
-    return {NORM: counted_once(weight_E, (PIPE_AXIS,))}
+class SharedNorm(Norm):
+    """The norm of all layers."""
+
+    def arrays(self) -> dict[str, jax.Array]:
+        """Its weights for the residual stream, in float32 so that the gradients of all layers are
+        summed in it; partial sums over pipe."""
+        assert self.weight is not None
+        weight_E = self.weight[...].astype(jnp.float32)
+        return {NORM: counted_once(weight_E, (PIPE_AXIS,))}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,13 +4,13 @@
 [B, S, D], the tokens of its encoder, and with relative positions "tables" [2, N, H], their biases
 for the device's heads, float32 so that the gradients of all layers are summed in it.
 
-To add an array, `LM.embed_tokens` or the `stream` of a mixer's spec returns it under a new name, as
-a partial sum over pipe, and layers read it (`MixerSpec.reads_stream`). It goes through all layers
-and pipeline stages, and its gradients return the same way; it must be floating. A layer that writes
-it returns it with a new value of the same shape and dtype (`mixer.STREAM`). For backward, each unit
-stores the arrays that it reads: where a layer reads one slice of a large array, `Stack.run_unit`
-has to cut it before jax.checkpoint. `LM.reads` names the arrays that the head reads: the last stage
-sends only these to all stages.
+To add an array, a part of the model (`ends.STREAMERS`) or the `stream` of a mixer's spec returns it
+under a new name, as a partial sum over pipe, and layers read it (`MixerSpec.reads_stream`). It goes
+through all layers and pipeline stages, and its gradients return the same way; it must be floating.
+A layer that writes it returns it with a new value of the same shape and dtype (`mixer.STREAM`). For
+backward, each unit stores the arrays that it reads: where a layer reads one slice of a large array,
+`Stack.run_unit` has to cut it before jax.checkpoint. `LM.reads` names the arrays that the head
+reads: the last stage sends only these to all stages.
 """
 
 import dataclasses
@@ -69,10 +69,10 @@ class RelativeTables(nnx.Module):
         self.source = RelativeTable(source_key, shape, std)
         self.target = RelativeTable(target_key, shape, std)
 
-    def __call__(self) -> Float[Array, "2 N H"]:
-        """Source and target, float32; partial sums over pipe."""
+    def arrays(self) -> Stream:
+        """{"tables": of source and target, float32 [2, N, H]}; partial sums over pipe."""
         tables = jnp.stack([self.source.table[...], self.target.table[...]]).astype(jnp.float32)
-        return collectives.counted_once(tables, (collectives.PIPE_AXIS,))
+        return {"tables": collectives.counted_once(tables, (collectives.PIPE_AXIS,))}
 
 
 @dataclasses.dataclass(frozen=True)

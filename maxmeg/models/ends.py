@@ -29,6 +29,7 @@ KEYS = ("embedding", "positions", "stack", "output", "mtp", "adapters", "bert", 
 KEYS += ("source", "classifier", "query")
 EMBEDDERS = ("positions", "bert")  # return the embedding of tokens, changed: `embed(x_BLD, ctx)`
 READERS = ("bert", "classifier")  # the same of the layers' normalized output: `read(h_BLD, ctx)`
+STREAMERS = ("relative", "embedding_norm")  # return arrays of the residual stream: `arrays()`
 DROPOUT_LAYER = 2**31 - 1  # random key of the embedding's dropout, in place of a layer's number
 
 

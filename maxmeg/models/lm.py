@@ -14,14 +14,14 @@ from maxmeg.config.model_rules import check_model
 from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.schema import Config
 from maxmeg.config.stages import units_of_chunks
-from maxmeg.layers import layer_embedding
 from maxmeg.layers import lora as adapters
 from maxmeg.layers.attention import Attention
 from maxmeg.layers.context import Context, Source
-from maxmeg.layers.norm import Norm, NormSpec
+from maxmeg.layers.layer_embedding import SharedNorm
+from maxmeg.layers.norm import NormSpec
 from maxmeg.layers.qk_clip import QkClip
 from maxmeg.layers.stream import RelativeTables, Stream, source_context
-from maxmeg.models.ends import KEYS, Ends, keys_of
+from maxmeg.models.ends import KEYS, STREAMERS, Ends, keys_of
 from maxmeg.models.mixers import mtp_unit, pattern, unit_costs
 from maxmeg.models.mtp import Mtp
 from maxmeg.models.outline import outline
@@ -64,7 +64,7 @@ class LM(Ends):
         is_relative = config.position is Position.relative
         self.relative = RelativeTables(*relative) if is_relative else None
         has_norm, plain = config.has("layer_embedding"), NormSpec(eps=config.norm_eps)
-        self.embedding_norm = Norm(config.layer_embedding.size, plain) if has_norm else None
+        self.embedding_norm = SharedNorm(config.layer_embedding.size, plain) if has_norm else None
         # Positions in the source begin anew after so many tokens: with the next neighbour.
         self.source_length = config.retro.neighbour_length or np.iinfo(np.int32).max
         has_two = config.head.biencoder is Biencoder.separate
@@ -82,10 +82,8 @@ class LM(Ends):
         """As `embed`: of these tokens and, in an encoder-decoder, of `ctx.source`."""
         x = {"target": self.embed_side(ids_BL, ctx)}
         x |= self.stack.stream(x["target"], ctx)
-        if self.embedding_norm is not None:
-            x |= layer_embedding.shared_norm(self.embedding_norm)
-        if self.relative is not None:
-            x["tables"] = self.relative()
+        for part in self.parts(STREAMERS):
+            x |= part.arrays()
         if ctx.source is None:
             return x
         if not ctx.source.tokens_BS.size:  # in decoding
