@@ -16,7 +16,7 @@ from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.setting import shared_values
 from maxmeg.distributed.attention.context import ContextCall, attention_over_context, padded_heads
 from maxmeg.distributed.attention.context_choice import ContextStrategy
-from maxmeg.distributed.attention.rounds import Expand
+from maxmeg.distributed.attention.rounds import KeyValueExpansion
 from maxmeg.layers.cache import CacheSize, cached_attention, empty_pages
 from maxmeg.layers.context import Context, TableMakers
 from maxmeg.layers.linear import Linear, project
@@ -354,13 +354,13 @@ class Attention(Mixer):
         values of `reported`)."""
         if axis_size(ctx.context_axes) > 1:
             kv_BMGI = jnp.concatenate((k_BMGK, v_BMGK), axis=-1)
-            return self.over_context(q_BLHK, kv_BMGI, Expand(k_BMGK.shape[-1]), (), ctx)
+            return self.over_context(q_BLHK, kv_BMGI, KeyValueExpansion(k_BMGK.shape[-1]), (), ctx)
         call = q_BLHK, k_BMGK, v_BMGK, self.spec.score_spec(ctx), self.operands(q_BLHK, ctx)
         results = attention_with_lse(*call, backend=self.spec.backend)
         return self.reported(*output_and_largest(*results))
 
     def over_context(
-        self, q_BLHK, kv_BMGI, expand: Expand, weights, ctx: Context
+        self, q_BLHK, kv_BMGI, expand: KeyValueExpansion, weights, ctx: Context
     ) -> tuple[jax.Array, dict]:
         settings = self.spec.score_spec(ctx), self.operands(q_BLHK, ctx), self.spec.backend
         call = ContextCall(q_BLHK, kv_BMGI, expand, weights, *settings, ctx.chunks_BC)

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.parallel import ParallelConfig
-from maxmeg.distributed.attention.rounds import Expand
+from maxmeg.distributed.attention.rounds import KeyValueExpansion
 from maxmeg.layers.attention import Attention, AttentionSpec
 from maxmeg.layers.cache import CacheSize, cached_attention, empty_pages
 from maxmeg.layers.context import Context
@@ -100,7 +100,7 @@ class MlaSpec(AttentionSpec):
 
 
 @dataclasses.dataclass(frozen=True)
-class FromLatents(Expand):
+class FromLatents(KeyValueExpansion):
     """Makes keys and values of all heads of latents with their rotary key [B, M, 1, I]. weights:
     (key_up, value_up)."""
 

@@ -12,7 +12,7 @@ from ops.attention_cases import expected as attention_in_numpy
 
 from maxmeg.distributed.attention.context import ContextCall, attention_over_context
 from maxmeg.distributed.attention.context_choice import ContextStrategy
-from maxmeg.distributed.attention.rounds import Expand
+from maxmeg.distributed.attention.rounds import KeyValueExpansion
 from maxmeg.ops.attention.spec import AttentionDropout, Operands, ScoreSpec
 from maxmeg.parallel.mesh import AXES, CONTEXT_AXES, make_mesh
 from maxmeg.parallel.placement import in_context_order
@@ -99,7 +99,7 @@ def actual(context: int, strategy: ContextStrategy, feature: str, chunks: int) -
         def run(q, kv, sinks_H):
             sinks = sinks_H if case.sinks else None
             how = Operands(0, segments, None, sinks, DROPOUT if feature in DROPS else None)
-            call = ContextCall(q, kv, Expand(K), (), case.spec, how, chunks_BC=chunks)
+            call = ContextCall(q, kv, KeyValueExpansion(K), (), case.spec, how, chunks_BC=chunks)
             return attention_over_context(call, strategy)[0]
 
         out, pull = jax.vjp(run, q, kv, sinks_H)
@@ -128,7 +128,7 @@ def test_backward_of_a_ring_stores_what_flash_attention_stores():
 
     def local(q, kv):
         def run(q, kv):
-            call = ContextCall(q, kv, Expand(K), (), CAUSAL, Operands())
+            call = ContextCall(q, kv, KeyValueExpansion(K), (), CAUSAL, Operands())
             return attention_over_context(call, ContextStrategy("ring"))[0]
 
         out, pull = jax.vjp(run, q, kv)

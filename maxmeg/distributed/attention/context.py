@@ -25,7 +25,7 @@ from maxmeg.distributed.attention.context_choice import (
     inner_size,
     repeated,
 )
-from maxmeg.distributed.attention.rounds import Expand, Plan, Result, Rows, in_rounds
+from maxmeg.distributed.attention.rounds import KeyValueExpansion, Plan, Result, Rows, in_rounds
 from maxmeg.ops.attention.call import attention_with_lse, output_and_largest
 from maxmeg.ops.attention.spec import Operands, ScoreSpec
 from maxmeg.ops.backend import log_choice
@@ -47,7 +47,7 @@ class ContextCall(typing.NamedTuple):
 
     q_BLHK: jax.Array
     kv_BLGI: jax.Array
-    expand: Expand
+    expand: KeyValueExpansion
     weights: typing.Any
     spec: ScoreSpec
     operands: Operands

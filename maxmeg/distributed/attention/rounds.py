@@ -38,7 +38,7 @@ Result = tuple[jax.Array, jax.Array | None]  # attention, and the largest score 
 
 
 @dataclasses.dataclass(frozen=True)
-class Expand:
+class KeyValueExpansion:
     """Makes keys and values [B, M, G, .] of what travels [B, M, G, I]: here both, side by side.
 
     key_size: elements of a key. of_each_head: G are key/value heads. weights: arrays that it needs.
@@ -71,7 +71,7 @@ class Plan:
 
     spec: ScoreSpec
     backend: str
-    expand: Expand
+    expand: KeyValueExpansion
     distance: int
     halo: int | None
     rate: float = 0.0
