@@ -14,6 +14,7 @@ from maxmeg.planning.cost.loss import FLOAT32
 from maxmeg.planning.cost.workload import Unit, Workload
 
 STREAMS = 2  # residual streams outside of the unit: output of the stack, gradient of the loss
+APART = 3  # layers of a unit whose gradients exist, if they run one by one
 SCAN_ARRAYS = 3  # float32 arrays of the output of each scan of a unit
 
 
@@ -193,8 +194,9 @@ def weights(work: Workload, group: int) -> int:
     which XLA reads before it has the gradients that it adds.
 
     Gradients are scattered one by one: the largest exists, where parallel.gradient_dtype differs
-    also converted. Those of experts in rounds are among the sums of the rounds. A weight lane makes
-    gradients when no weights are gathered.
+    also converted. Layers that run `apart` make all of theirs before the first is scattered. Those
+    of experts in rounds are among the sums of the rounds. A weight lane makes gradients when no
+    weights are gathered.
     """
     e, unit = work.itemsize, work.units[group]
     members = [s for s in work.shards if s.parameter.group == group]
@@ -208,5 +210,8 @@ def weights(work: Workload, group: int) -> int:
         return whole
     sizes = [s.whole // units for s in members if s.trained]
     converted = work.gradient_itemsize * (work.gradient_itemsize != e)
-    made = (e + converted) * max(sizes, default=0)
+    exist = largest = max(sizes, default=0)
+    if apart(work) and unit.layers > 1:
+        exist = sum(sizes) * min(unit.layers, APART) // unit.layers
+    made = e * exist + converted * largest
     return max(whole, made) if work.lanes.deferred else whole + made

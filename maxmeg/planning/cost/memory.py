@@ -230,15 +230,36 @@ def beside_loss(work: Workload) -> int:
 def scattered(work: Workload) -> int:
     """Bytes while the output weight's gradient is added to its sum, after the layers: itself, and
     over fsdp converted to the dtype of the sums, else with the embedding's float32 gradient, 4 v D.
-    If the product waits, also what it reads.
+    If the product waits, also what it reads, and under fsdp arrays of the loss that XLA placed
+    before (`packed`): the gathered weight and a chunk of float32 logits.
     """
     whole, waiting = work.vocabulary * work.config.model.hidden_size, waiting_gradient(work)
-    converted = work.gradient_itemsize if work.fsdp > 1 else FLOAT32
+    converted, e = work.gradient_itemsize if work.fsdp > 1 else FLOAT32, work.itemsize
     if waiting and multiplied_last(work):
-        return waiting + (work.itemsize + converted) * whole
+        if work.fsdp == 1:
+            return waiting + (e + converted) * whole
+        logits = FLOAT32 * head(work).blocks[1] * work.vocabulary
+        read = e * work.targets * work.vocabulary
+        arrays = [(e * whole, 0, 0), (logits, 0, 0), (read, 0, 1), (e * whole, 1, 2)]
+        return packed([*arrays, (converted * whole, 2, 2)]) + waiting - read
     if work.config.lora.rank or (work.fsdp > 1 and waiting == converted * whole):
         return waiting
     return waiting + converted * whole
+
+
+def packed(arrays: list[tuple[int, int, int]]) -> int:
+    """Bytes of a heap for arrays (bytes, first and last time), as XLA places them: the largest
+    first, of equal ones the shortest, each into the smallest gap that holds it while it exists."""
+    placed: list[tuple[int, int, int, int]] = []
+    for size, first, last in sorted(arrays, key=lambda a: (-a[0], a[2] - a[1])):
+        gaps, end = [], 0
+        for offset, stop, start, until in sorted(placed):
+            if start <= last and first <= until:
+                gaps.append((offset - end, end))
+                end = max(end, stop)
+        offset = min((gap for gap in gaps if gap[0] >= size), default=(0, end))[1]
+        placed.append((offset, offset + size, first, last))
+    return max(stop for _, stop, _, _ in placed)
 
 
 def absent(work: Workload) -> tuple[int, int]:
