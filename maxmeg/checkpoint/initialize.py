@@ -239,7 +239,7 @@ def random_array(name: str, sharding, config: Config) -> jax.Array:
 
 
 def with_new_rows(table_VD: jax.Array, name: str, old_rows: int, config: Config) -> jax.Array:
-    """Return the vocabulary table with random rows, by the run's seed, from row `known`."""
+    """Return the vocabulary table with random rows, by the run's seed, from row `old_rows`."""
 
     def grow(table_VD, key):
         fresh_VD = to_arrays({"model": LM(key, config.model, config.parallel)})[name]

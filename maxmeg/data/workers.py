@@ -122,7 +122,7 @@ def _call(item: Any) -> Any:
 class Workers:
     """Iterates over `source` in order; of n processes, process i makes the elements i, i + n, ...
 
-    Up to `ahead` elements of each process wait in this process. An exception in a worker is raised
+    Up to `depth` elements of each process wait in this process. An exception in a worker is raised
     in place of its element; if a worker is killed, a ChildProcessError is raised. Each worker alone
     holds the writing end of its pipe, so the pipe closes when the worker dies, even in the middle
     of an element; with a shared queue the parent would wait forever.

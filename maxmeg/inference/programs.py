@@ -118,7 +118,7 @@ class Programs:
         return array.view(np.int32).reshape(len(array), -1)
 
     def changes(self, rows: Fields, chunk: int = 0) -> np.ndarray:
-        """The second array, of `further`."""
+        """The second array, of `change_inputs`."""
         array = self.change_inputs.filled(rows, self._count(chunk))
         return array.view(np.int32).reshape(len(array), -1)
 

@@ -189,7 +189,7 @@ class Stack(nnx.Module):
         prevent_cse: bool,
     ):
         """(output, auxiliary values) of one unit as layer `layer` of the model. Backward reads the
-        activations named in `kept` and recomputes the others.
+        activations of `saved_names` and recomputes the others.
 
         prevent_cse: True if forward and backward of the unit are in the same computation, as
         without a loop: else XLA merges the recomputation with forward, and stores everything.
