@@ -1,5 +1,5 @@
 """Published config.json files: those of tests/golden/configs, and in its folder `further` settings
-in the same form."""
+in the same form. Gemma 4's are of copies by others (MLX, Unsloth), without their quantization."""
 
 import json
 from pathlib import Path
