@@ -194,9 +194,9 @@ def weights(work: Workload, group: int) -> int:
     which XLA reads before it has the gradients that it adds.
 
     Gradients are scattered one by one: the largest exists, where parallel.gradient_dtype differs
-    also converted. Layers that run `apart` make all of theirs before the first is scattered. Those
-    of experts in rounds are among the sums of the rounds. A weight lane makes gradients when no
-    weights are gathered.
+    also twice converted (of experts: once). Layers that run `apart` make all of theirs before the
+    first is scattered. Those of experts in rounds are among the sums of the rounds. A weight lane
+    makes gradients when no weights are gathered.
     """
     e, unit = work.itemsize, work.units[group]
     members = [s for s in work.shards if s.parameter.group == group]
@@ -213,5 +213,5 @@ def weights(work: Workload, group: int) -> int:
     exist = largest = max(sizes, default=0)
     if apart(work) and unit.layers > 1:
         exist = sum(sizes) * min(unit.layers, APART) // unit.layers
-    made = e * exist + converted * largest
+    made = e * exist + (1 if unit.sparse else 2) * converted * largest
     return max(whole, made) if work.lanes.deferred else whole + made
