@@ -85,7 +85,7 @@ NO_NOUNS += " known listed made mine more near needed on own said seen settled s
 NO_NOUNS += " through used wanted whole written"
 NO_NOUN = re.compile(rf"_*({NO_NOUNS.replace(' ', '|')})(_[A-Z0-9]+)?_*")
 PLANNER = "analytic", "cost/", "remedies", "search", "show/"
-WITH_OTHERS = ("maxmeg/models/lm.py", *(f"maxmeg/planning/{name}" for name in PLANNER))
+WITH_OTHERS = tuple(f"maxmeg/planning/{name}" for name in PLANNER)
 CLOCKS = re.compile(r"time\.(time|monotonic|perf_counter|process_time|thread_time)(_ns)?\(\)")
 
 

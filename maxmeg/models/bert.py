@@ -28,7 +28,7 @@ class VocabularyBias(nnx.Module):
 
 
 class Bert(nnx.Module):
-    """Those that model.bert sets, or none: embeddings of token types and their norm, the layer
+    """Optional parts of BERT, by model.bert: embeddings of token types and their norm, the layer
     before the output weights, biases of the logits, and the head for pairs of segments."""
 
     def __init__(self, key: jax.Array, config: ModelConfig, padded_size: int):

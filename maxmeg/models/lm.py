@@ -90,8 +90,8 @@ class LM(Ends):
             return x | {"source": x["target"][:, :0]}
         positions_BS, key = ctx.source.positions_BS % self.source_length, ctx.dropout_key
         key = key if key is None else fold(key, KEYS.index("source"))
-        own = {"positions_BL": positions_BS, "dropout_key": key}
-        source_ctx = dataclasses.replace(source_context(ctx), **own)
+        fields = {"positions_BL": positions_BS, "dropout_key": key}
+        source_ctx = dataclasses.replace(source_context(ctx), **fields)
         source_BSD = (self.query or self).embed_side(ctx.source.tokens_BS, source_ctx)
         return x | {"source": source_BSD}
 
