@@ -15,6 +15,7 @@ import itertools
 import math
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -40,6 +41,7 @@ from layouts import (
 )
 from test_random_layouts import FLIPPED, FLOOR, SAME_LOSS, TOLERANCE, documents
 
+from maxmeg.config.layers import SHARED
 from maxmeg.config.mixers import Activation, ExpertBackend, ExpertExchange, QkNorm, RouterScore
 from maxmeg.config.model import ModelConfig, Norm, NormPlace, Position
 from maxmeg.config.parallel import Schedule
@@ -100,11 +102,14 @@ DELTA = {name: values for name, values in KDA.items() if name != "delta.rank"}
 DELTA |= {"delta.value_size": (0, 4), "delta.num_key_heads": (0, 4)}
 READ: dict[str, dict[str, Iterable]] = {"mamba": MAMBA, "gated_delta": DELTA, "kda": KDA}
 READ |= {"attention": HEADS, "local": HEADS | WINDOW, "mla": MLA, "local_mla": MLA | WINDOW}
-READ |= {"conv": CONV, "mlp": MLP, "moe": MOE}
+READ |= {"conv": CONV, "mlp": MLP, "moe": MOE, "wide_mlp": MLP}
+READ |= {"layer_embedding": {"layer_embedding.size": (6,), "vocab_size": (64,)}}
+READ |= {name: READ[origin] for name, origin in SHARED.items()}
 KINDS = (
     ("attention", "local", "conv", "mamba", "gated_delta"),
     ("mla", "local_mla", "conv", "mamba", "kda"),
 )
+SHARED_MIXER = re.compile(r"\b(attention|local)\b")
 WITHOUT_SCORES = {"conv", "mamba", "gated_delta", "kda"}
 
 
@@ -171,6 +176,12 @@ class Draw:
         rows = max(BATCH // (replicas * mesh["expert"]), 1)
         sizes = [n for n in range(1, rows + 1) if rows % (n * rounds) == 0] or [1]
         self.train["micro_batch_size"] = self.one_of(sizes)
+        if self.one_of((False, False, True)):
+            self.unit = [layer + ",layer_embedding" for layer in self.unit]
+        shared = [SHARED_MIXER.sub(r"shared_\1", layer) for layer in self.unit]
+        if shared != self.unit and self.one_of(BOTH):
+            shared = [re.sub(r"\bmlp", "wide_mlp", layer) for layer in shared]
+            first, self.unit = [*first, *self.unit], shared
         layers = [*first, f"*({' '.join(self.unit)})"]
         model: dict[str, Any] = {"layers": " ".join(layers)}
         model["num_layers"] = len(first) + len(self.unit) * repeats
@@ -182,7 +193,7 @@ class Draw:
         if "moe" in mixers:
             model["moe.backend"] = self.one_of((ExpertBackend.xla, ExpertBackend.batched))
             model |= self.one_of(({}, {"moe.num_groups": 4, "moe.topk_groups": 2}))
-        if mixers <= {*WITHOUT_SCORES, "mlp", "moe"}:
+        if mixers <= {*WITHOUT_SCORES, "mlp", "moe", "layer_embedding"}:
             model["attention.num_heads"] = ModelConfig().attention.num_heads  # nothing reads it
         if model["position"] is Position.learned:
             model["max_position"] = LENGTH

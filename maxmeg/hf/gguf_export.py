@@ -66,7 +66,7 @@ def export_gguf(
     tokenizer = read_tokenizer(trained.config, model.vocab_size)
     fields = {"general.name": run.resolve().name, **metadata(model, name), **tokenizer}
     fields |= {"general.file_type": TYPES[form][1], "general.quantization_version": 2}
-    tensors: dict[str, list[Binding]] = {}  # of which one holds all experts of a layer
+    tensors: dict[str, list[Binding]] = {}  # by name; all experts of a layer share a tensor
     for b in families.bindings(model, gguf.FAMILIES[name].name):
         tensors.setdefault(gguf.ggml_name(b.theirs, name), []).append(b)
     shapes = {

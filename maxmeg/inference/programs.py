@@ -112,13 +112,13 @@ class Programs:
         return any(cache is not None and not isinstance(cache, tuple) for cache in mixers)
 
     def packed(self, rows: Fields, chunk: int = 0) -> np.ndarray:
-        """The array to send, of `inputs`."""
+        """The values of `rows` as the array that a step takes, laid out by `inputs`."""
         array = self.inputs[chunk].filled(rows, self._count(chunk))
         array["scores"] = array["scores"].max(initial=0)
         return array.view(np.int32).reshape(len(array), -1)
 
     def changes(self, rows: Fields, chunk: int = 0) -> np.ndarray:
-        """The second array, of `change_inputs`."""
+        """The values of `rows` as a step's second array, laid out by `change_inputs`."""
         array = self.change_inputs.filled(rows, self._count(chunk))
         return array.view(np.int32).reshape(len(array), -1)
 

@@ -53,14 +53,15 @@ class Layout:
         return array
 
     def joined(self, *values: jax.Array) -> Int[Array, "... X"]:
-        """Pack the values [...] or [..., size] of the first fields into int32 rows, on a device."""
+        """Return int32 rows that hold the values of the first fields. A value is an array [...], or
+        [..., size] if its field has a size. For arrays on a device."""
         pairs = zip(self.fields, values, strict=False)
         parts = [value[..., None] if field.size is None else value for field, value in pairs]
         return jnp.concatenate([_cast(part, np.int32) for part in parts], axis=-1)
 
     def parted(self, words: typing.Any) -> dict[str, typing.Any]:
-        """Unpack int32 rows [..., X], on the host or a device: the values [...] or [..., size] of
-        each field."""
+        """Return the value of each field in int32 rows [..., X]: an array [...], or [..., size] if
+        the field has a size. For numpy arrays and for arrays on a device."""
         values, first = {}, 0
         for field in self.fields:
             end = first + (1 if field.size is None else field.size)

@@ -1,9 +1,9 @@
 """Embeddings of each layer (Gemma 3n and 4, Google, 2025): out(act(gate x) * e).
 
-e = (sqrt(E) table[token] + norm(projection of the model's embedding) / sqrt(D)) / sqrt(2), of size
-E. The norm's weights are those of all layers. Each device along tensor looks tokens up in its rows
-of the table, or, where tensor does not divide these, has all of them; all else runs on sequence
-shards, with whole matrices.
+Each token has a second embedding in every layer, its layer input, of size E:
+e = (sqrt(E) table[token] + norm(projection(embedding) / sqrt(D))) / sqrt(2), where `embedding` is
+the model's and all layers share the norm's weights. Devices along tensor divide the rows of the
+table where tensor divides vocab_size; all else runs on sequence shards, with whole matrices.
 """
 
 import dataclasses
@@ -38,11 +38,11 @@ EMBEDDING, NORM = "embedding", "embedding_norm"  # arrays of the residual stream
 
 
 class SharedNorm(Norm):
-    """The norm of all layers."""
+    """The norm whose weights all layers share."""
 
     def arrays(self) -> dict[str, jax.Array]:
-        """Its weights for the residual stream, in float32 so that the gradients of all layers are
-        summed in it; partial sums over pipe."""
+        """Its weights, which layers read from the residual stream; in float32, so that their
+        gradients are summed in it. Partial sums over pipe."""
         assert self.weight is not None
         weight_E = self.weight[...].astype(jnp.float32)
         return {NORM: counted_once(weight_E, (PIPE_AXIS,))}
@@ -85,7 +85,7 @@ class LayerEmbeddingSpec(MixerSpec):
 
 
 class LayerEmbedding(Mixer):
-    """Its input is not normalized."""
+    """The mixer of a layer's embedding, whose own input is not normalized."""
 
     def __init__(self, key: jax.Array, spec: LayerEmbeddingSpec):
         keys = split(key, 4)
@@ -107,7 +107,7 @@ class LayerEmbedding(Mixer):
         return self.out(activate(self.spec.activation, gate_BLE, inputs_BLE), ctx), cache, {}
 
     def inputs(self, ctx: Context) -> Float[Array, "B L E"]:
-        """e."""
+        """The layer input e of each token."""
         rows, spec = self.table.shape[0], self.spec
         ids_BL = ctx.tokens_BL - (first_index(TENSOR_AXES, rows) if spec.is_cut else 0)
         token_BLE: typing.Any = lookup(unshard_parameter(self.table), ids_BL, rows)

@@ -3,7 +3,7 @@
 A mixer is a frozen spec and the module that the spec builds. The spec states FLOPs and sizes of
 arrays (for planning), and which part of the sequence the mixer reads and writes
 (layers/residual.py). `config.layers.MIXERS` maps the name of each mixer to its spec and to the
-groups of settings that it reads, of which `MixerSpec.of` makes the spec.
+groups of settings that it reads. `MixerSpec.of` makes the spec from these settings.
 """
 
 import abc

@@ -123,7 +123,7 @@ class LM(Ends):
         None in their place are left as they are."""
         depths = self.mtp.depths if aux[-1] else []
         layers = [*self.stack.groups, *(depth.layer for depth in depths)]
-        for layer, values in zip(layers, [*aux[:-1], *aux[-1]], strict=True):
+        for layer, values in zip(layers, [*aux[:-1], *(aux[-1] or [])], strict=True):
             if values is not None:
                 layer.update(values)
 

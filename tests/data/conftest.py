@@ -15,7 +15,7 @@ def renders_here(monkeypatch) -> None:
     """Chat templates render in this process; tests/inference/test_chat.py tests the other one."""
 
     def run_child(request: dict, source: str) -> dict:
-        monkeypatch.setattr(template_child.Generation, "seen", False)
+        monkeypatch.setattr(template_child.Generation, "is_used", False)
         return json.loads(json.dumps(template_child.render(json.loads(json.dumps(request)))))
 
     monkeypatch.setattr(template, "run_child", run_child)

@@ -58,7 +58,7 @@ MODELS = {
     "alternating": ALTERNATING,
     "convolutions": CONVOLUTIONS,
     "hybrid": HYBRID,
-    "shared keys": SHARED_KEYS,
+    "shared keys": SHARED_KEYS | {"vocab_size": 64},
 }
 ORDERS = {
     "1f1b": {},
@@ -88,7 +88,7 @@ SLOW = [  # model, layout, settings, rows of a microbatch
     ("convolutions", UNITS, {}, 2),
     ("hybrid", UNITS | ORDERS["zero_bubble"], {}, 2),
     # arrays of the residual stream that a stage writes and the next one reads
-    ("shared keys", UNITS | ORDERS["zero_bubble"], {"vocab_size": 64}, 2),
+    ("shared keys", UNITS | ORDERS["zero_bubble"], {}, 2),
     ("everything", {"pipe": 2, "fsdp": 1, "data": 2, "tensor": 2} | ORDERS["zero_bubble"], {}, 2),
     ("everything", {"pipe": 2, "data": 4, "fsdp": 1, "zero1": False}, {}, 1),
     ("everything", {"pipe": 4, "fsdp": 1, "chunks": 2, "pad_layers": True}, {"num_layers": 10}, 1),

@@ -2,8 +2,8 @@
 
 Quantized tensors are dequantized. Changes by llama.cpp's conversion are undone: the order of rows
 in Llama's queries and keys, and the 1 added to Gemma's norms. `to_ggml` and `ggml_name` are the
-inverses, which hf/gguf_export.py writes with. The experts of a layer, which llama.cpp stacks in one
-tensor, are tensors of their own.
+inverses; hf/gguf_export.py uses them. llama.cpp stacks the experts of a layer in one tensor; here
+each expert has tensors of its own.
 """
 
 import dataclasses
@@ -115,7 +115,7 @@ class Family(typing.NamedTuple):
     settings: Mapping[str, typing.Any] = types.MappingProxyType({})
 
 
-# By GGUF's architecture, of which the first word is its name.
+# The key is the name of GGUF's architecture and, after a space, what distinguishes its models.
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", "llama", permuted=True),
     "llama with experts": Family(

@@ -358,7 +358,7 @@ def rule_settings(spec: ScoreSpec, has_bias: bool) -> dict[str, Any]:
 
 
 def call_rule(rule, arguments: dict[str, Any]):
-    """rule(...) with those of `arguments` that it takes, by position."""
+    """Call rule by position with those of `arguments` whose names are in its signature."""
     return rule(*[arguments[name] for name in inspect.signature(rule).parameters])
 
 

@@ -25,7 +25,8 @@ class Dispatch:
 
     tokens: tokens that the device sends: T; T / t if every device along tensor sends its own, to
     experts that are not cut. devices: number of devices that it exchanges with or gathers from.
-    local_experts: of a device. itemsize: e. shards: number of devices that an expert is cut over.
+    local_experts: number of experts on a device. itemsize: bytes of an element of the computation's
+    dtype. shards: number of devices that share the columns of one expert.
     backend, reason: of `choose_backend`. node_rows: rows sent to each node, if each token is sent
     to a node once; 0: tokens go to devices directly. sent: bytes of a vector that is sent to
     experts over those of one that they send back.
@@ -49,12 +50,12 @@ class Dispatch:
 
     @property
     def inputs(self) -> int:
-        """Width of the input of an expert's last product on a device."""
+        """Columns that a device holds of an expert's hidden vector (between its two products)."""
         return self.spec.ffn_size // self.shards
 
     @property
     def columns(self) -> int:
-        """Width of the outputs of up and gate of an expert on a device."""
+        """Columns that a device holds of an expert's up and gate outputs, counted together."""
         return (1 + self.spec.is_gated) * self.inputs
 
     @property
