@@ -6,6 +6,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from maxmeg.config.recompute import NAMES
 from maxmeg.parallel.collectives import activation_names
@@ -30,6 +31,8 @@ class UnitVjp:
 
     def forward(self, params, x, constants) -> tuple[typing.Any, Arrays, typing.Any]:
         """(y, residuals without params and constants, auxiliary values)."""
+        # Arrays of their own, also where x has one array twice: residuals are told by identity.
+        x = jax.tree.map(lambda array: checkpoint_name(array, "unit_input"), x)
         y, pull, aux = jax.vjp(
             lambda params, x: self.function(params, x, constants), params, x, has_aux=True
         )

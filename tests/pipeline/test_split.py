@@ -49,6 +49,24 @@ def layer(kind: str):
     return unit, read(stack.groups[0], 0), x, (positions_BL, jnp.int32(0))
 
 
+def test_an_array_that_is_twice_in_the_input_is_two_inputs():
+    def unit(params, x, given):
+        return {"a": x["a"] * params, "b": 3 * x["b"]}, {}
+
+    x, two, given = jnp.arange(3.0), jnp.float32(2), jnp.float32(0)
+    vjp = UnitVjp(unit, two, {"a": x, "b": 2 * x}, given)
+
+    @jax.jit
+    def gradients(params, x, given):
+        residuals = vjp.forward(params, {"a": x, "b": x}, given)[1]
+        return vjp.backward(residuals, params, given, {"a": x, "b": x})
+
+    d_params, dx = gradients(two, x, given)
+    assert float(d_params) == float(x @ x)
+    np.testing.assert_array_equal(dx["a"], 2 * x)
+    np.testing.assert_array_equal(dx["b"], 3 * x)
+
+
 def products(equations) -> int:
     return collections.Counter(e.primitive.name for e in equations)["dot_general"]
 
