@@ -48,8 +48,9 @@ from maxmeg.ops.random import fold, random_bits
 
 FP4_LARGEST, E4M3_LARGEST = 6.0, 448.0
 BLOCK = 16  # numbers with one scale, and tokens that a Hadamard transform mixes
-# Of the transform: fixed, since both operands of a product need the same. TransformerEngine's.
-SIGNS = np.array([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1], np.float32)
+# Bit j: the transform negates token j. Fixed, since both operands of a product need the same.
+# TransformerEngine's.
+NEGATED = 0b1101_0111_1110_1000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,19 +181,19 @@ def checksum(x: jax.Array) -> UInt32[Array, ""]:
     return jnp.sum(lax.bitcast_convert_type(x, words), dtype=jnp.uint32)
 
 
-def hadamard() -> Float[np.ndarray, "16 16"]:
-    """The transform H diag(SIGNS), orthogonal."""
-    matrix = np.ones((1, 1), np.float32)
-    while len(matrix) < BLOCK:
-        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    return matrix * SIGNS / np.float32(BLOCK**0.5)
+def hadamard() -> Float[Array, "16 16"]:
+    """The transform H diag(signs), orthogonal. Computed from indices: autodiff would store a
+    constant for each layer, and XLA rotate an input once for each projection that reads it."""
+    i = lax.iota(jnp.uint32, BLOCK)
+    is_negative = (lax.population_count(i[:, None] & i) ^ (NEGATED >> i)) & 1
+    return jnp.where(is_negative, -1.0, 1.0) / BLOCK**0.5
 
 
 def rotated(x: Float[Array, "*E T C"]) -> Float[Array, "*E t C"]:
     """`hadamard` of every 16 tokens of x, with zeros for the last ones."""
     x = filled(x, (BLOCK, 1))
     tokens = x.reshape(*x.shape[:-2], -1, BLOCK, x.shape[-1])
-    matrix = jnp.asarray(hadamard(), x.dtype)
+    matrix = hadamard().astype(x.dtype)
     mixed = jnp.einsum("ij,...jc->...ic", matrix, tokens, precision=lax.Precision.HIGHEST)
     return mixed.reshape(x.shape)
 

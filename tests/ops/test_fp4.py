@@ -84,7 +84,7 @@ def test_weights_in_squares_serve_both_directions():
 
 
 def test_the_hadamard_transform_cancels_in_products():
-    matrix = hadamard().astype(np.float64)
+    matrix = np.asarray(hadamard(), np.float64)
     np.testing.assert_array_equal(matrix @ matrix.T, np.eye(16))
     x, slope = numbers((40, 24)), numbers((40, 16), seed=1)
     found = np.asarray(rotated(x), np.float64).T @ np.asarray(rotated(slope), np.float64)
