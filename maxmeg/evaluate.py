@@ -15,6 +15,7 @@ from maxmeg.config import values
 from maxmeg.config.options import Evaluate as Options
 from maxmeg.config.retro import Neighbours
 from maxmeg.config.validate import validate
+from maxmeg.data.batch_sizes import Origin
 from maxmeg.data.build import (
     build_dataset,
     cache_folder,
@@ -29,7 +30,7 @@ from maxmeg.evals.harness import run_tasks
 from maxmeg.evals.perplexity import accuracy_lines, mean_loss
 from maxmeg.evals.zero_shot import is_task, run_zero_shot
 from maxmeg.inference.load import Trained, load_chosen
-from maxmeg.optim.schedules import Origin, Schedules
+from maxmeg.optim.schedules import Schedules
 from maxmeg.parallel.placement import local_rows
 from maxmeg.processes import multihost
 from maxmeg.runtime.faults.out_of_memory import explains_out_of_memory

@@ -23,6 +23,7 @@ from maxmeg.config.schema import Config
 from maxmeg.config.setting import with_fields
 from maxmeg.config.validate import batch_unit, resolve, validate
 from maxmeg.data import run_folder
+from maxmeg.data.batch_sizes import Origin
 from maxmeg.data.loader import eval_batches, train_loader
 from maxmeg.data.resuming import record_order
 from maxmeg.data.sample_prompt import sample_prompt
@@ -31,7 +32,7 @@ from maxmeg.evals.perplexity import StopRequested, mean_loss, validation_metrics
 from maxmeg.inference.samples import sample_at_end
 from maxmeg.objectives.objective import Objective
 from maxmeg.ops.attention.call import warn_of_xla
-from maxmeg.optim.schedules import Origin, Schedules
+from maxmeg.optim.schedules import Schedules
 from maxmeg.parallel.batch import Batch
 from maxmeg.parallel.mesh import sizes_of
 from maxmeg.parallel.placement import place_batch, place_flag

@@ -1,6 +1,7 @@
 """One pure check of a whole Config, run by every command after overrides. No JAX.
 
-Lengths and batch sizes over time are checked where they are computed: `optim/schedules.py`.
+Batch sizes and lengths over time are checked where they are computed: `data/batch_sizes.py` and
+`optim/schedules.py`.
 """
 
 import dataclasses

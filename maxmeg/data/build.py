@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from maxmeg.config.data import Builtin, DataConfig, Objective
 from maxmeg.config.schema import Config
+from maxmeg.data.batch_sizes import BatchSizes
 from maxmeg.data.chat.preferences import open_preferences
 from maxmeg.data.chat.sft import open_chats
 from maxmeg.data.corpus import mock
@@ -27,7 +28,6 @@ from maxmeg.data.samples.sampling import parse_split
 from maxmeg.data.samples.texts import is_blend, open_texts
 from maxmeg.data.tokenizers.load import load_tokenizer
 from maxmeg.data.tokenizers.tokenizer import Tokenizer
-from maxmeg.optim.schedules import Schedules
 
 # What opens a split of each objective's files; it returns None where another split than training
 # has no sample. ValueError for damaged files, and for a training split without a sample.
@@ -85,7 +85,7 @@ def read_whole(config: DataConfig, paths: tuple[str, ...], split_index: int) -> 
 
 
 def samples_asked(
-    config: Config, split_index: int, schedules: Schedules, saved: Sequence[Record] = ()
+    config: Config, split_index: int, batches: BatchSizes, saved: Sequence[Record] = ()
 ) -> Request:
     """The samples that a run reads of a split: for validation, the sum over all its evaluations.
 
@@ -100,11 +100,11 @@ def samples_asked(
                 f"data.blend_changes has step {steps[-1]}, but the run ends with step "
                 f"train.num_steps={train.num_steps}: leave out the changes that it does not reach"
             )
-        begins = tuple(map(schedules.consumed_samples, steps))
-        return Request(schedules.total_samples, begins, tuple(saved))
+        begins = tuple(map(batches.consumed_samples, steps))
+        return Request(batches.total_samples, begins, tuple(saved))
     if split_index == 1 and not train.eval_steps:
         return Request()
-    before = schedules.validation_samples(train.num_steps) if split_index == 1 else 0
+    before = batches.validation_samples(train.num_steps) if split_index == 1 else 0
     return Request(before + train.eval_steps * train.global_batch_size)
 
 

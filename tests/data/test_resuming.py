@@ -9,12 +9,13 @@ import pytest
 from maxmeg.config.data import DataConfig, DataOrder, Packing
 from maxmeg.config.schema import Config
 from maxmeg.data import resuming
+from maxmeg.data.batch_sizes import Origin
 from maxmeg.data.build import build_dataset, open_corpus, samples_asked
 from maxmeg.data.corpus.vocabulary import write_vocabulary
 from maxmeg.data.resuming import Difference, compare, record_order, warn_of_order
 from maxmeg.data.samples.megatron_order import MegatronOrder, continued, make_samples, plan_epochs
 from maxmeg.data.samples.sampling import GptSamples
-from maxmeg.optim.schedules import Origin, Schedules
+from maxmeg.optim.schedules import Schedules
 
 LENGTH, EPOCH = 4, 120  # tokens a sample; samples an epoch
 TOKENS = LENGTH * EPOCH + 1
