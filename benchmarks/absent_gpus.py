@@ -101,7 +101,7 @@ def exchanged(config: Config, gpus: int, compiled: Compiled) -> dict[str, float]
     cluster = parse_cluster(f"h100x{gpus}")
     planned = [row for row in traffic(work, cluster) if row.kind.endswith("all-to-all")]
     whole = sent.devices / (sent.devices - 1)
-    layers = sum(u.sparse * held for u, held in zip(work.units, work.held, strict=True))
+    layers = sum(u.sparse * runs for u, runs in zip(work.units, work.unit_runs, strict=True))
     found = {
         "compiled": sum(row.volume for row in rows if not row.unbounded),
         "formulas": sum(row.volume for row in planned) * whole,

@@ -102,8 +102,8 @@ def analyze_work(work: Workload, cluster: Cluster) -> Analytic:
     products = product_seconds(work, cluster)
     forward = units * layers * products.forward
     backward = units * layers * (products.backward + products.weight)
-    beside = units * layers * shared_seconds(work, cluster) if model.has("moe") else 0.0
-    exposed = exposed_seconds(carried, forward, backward, beside, units)
+    shared = units * layers * shared_seconds(work, cluster) if model.has("moe") else 0.0
+    exposed = exposed_seconds(carried, forward, backward, shared, units)
     exposed -= context.hidden_seconds(work, cluster, BACKWARD_SCORES)
     offload = offload_seconds(work, cluster, forward, backward)
     step = compute + bubble + exposed + offload
@@ -194,7 +194,7 @@ def transposed_bytes(work: Workload) -> float:
     recipe = work.recipe
     if not (recipe and recipe.block == BLOCK and recipe.multiplies_codes_on(work.device)):
         return 0.0
-    return 2 * of_one_layer(work, [s.whole for s in layer_shards(work) if work.is_quantized(s)])
+    return 2 * of_one_layer(work, [s.gathered for s in layer_shards(work) if work.is_quantized(s)])
 
 
 def product_seconds(work: Workload, cluster: Cluster) -> LayerSeconds:
@@ -227,11 +227,11 @@ def product_seconds(work: Workload, cluster: Cluster) -> LayerSeconds:
 def repeated_share(work: Workload) -> float:
     """Share of the products' outputs that backward computes again: none, all, or those that a list
     of activations leaves out."""
-    if not work.kept:
+    if not work.saved:
         return 1.0
     columns = [
         [unit.repeats * sum(unit.kept_columns(names)) for unit in work.units]
-        for names in (work.unkept, POLICIES["selective"])
+        for names in (work.unsaved, POLICIES["selective"])
     ]
     return sum(columns[0]) / max(sum(columns[1]), 1)
 
@@ -253,8 +253,8 @@ def repeated_products(work: Workload) -> float:
     compute, beyond the first device's."""
     total = 0
     for unit in work.units:
-        more = unit.columns - dataclasses.replace(unit, tensor=1).columns
-        total += unit.repeats * 2 * more * work.config.model.hidden_size * work.of(unit).tokens
+        copied = unit.columns - dataclasses.replace(unit, tensor=1).columns
+        total += unit.repeats * 2 * copied * work.config.model.hidden_size * work.of(unit).tokens
     return total / work.config.model.num_layers
 
 

@@ -17,7 +17,7 @@ from maxmeg.planning.cost.memory import device_memory
 from maxmeg.planning.cost.workload import workload
 from maxmeg.planning.hardware import GPUS_A_NODE, Cluster
 from maxmeg.planning.report import Remedy
-from maxmeg.planning.search import divisors, needed, usable
+from maxmeg.planning.search import divisors, needed_bytes, usable
 
 Settings = dict[str, enum.Enum | str | int | bool]  # by name: {"parallel.tensor": 8}
 SHOWN = 3
@@ -156,6 +156,6 @@ def _memory(config: Config, count: int, device: Device | None = None) -> int | N
     """Bytes per device; None if the config is invalid or not supported by the planner."""
     try:
         validate(config, count)
-        return needed(config, count, device)
+        return needed_bytes(config, count, device)
     except ValueError:
         return None

@@ -112,8 +112,8 @@ def layouts(
                         continue
                     for order in orders(config, pipe, _microbatches(config, replicas, micro)):
                         for sizes in replicated(config, replicas, tensor, context):
-                            whole = {"tensor": tensor, "pipe": pipe, **sizes, **order}
-                            layout = _with(config, whole, micro)
+                            mesh = {"tensor": tensor, "pipe": pipe, **sizes, **order}
+                            layout = _with(config, mesh, micro)
                             if _is_valid(layout, count):
                                 yield layout
 
@@ -125,8 +125,8 @@ def context_sizes(config: Config, devices: int) -> list[int]:
     smaller than `devices`, or the config names a strategy of context, all that the sequence's
     length allows."""
     length, parallel = config.data.sequence_length, config.parallel
-    asked = parallel.context > 1 or parallel.context_strategy != "auto"
-    every = asked or config.train.global_batch_size < devices
+    is_chosen = parallel.context > 1 or parallel.context_strategy != "auto"
+    every = is_chosen or config.train.global_batch_size < devices
     most = length // 2 if every else length // LEAST_PIECE if length >= LONG else 1
     sizes = (size for size in divisors(devices) if size <= most and length % (2 * size) == 0)
     return [1, *(size for size in sizes if size > 1)]
@@ -193,7 +193,7 @@ def usable(cluster: Cluster) -> float:
     return (1 - MARGIN) * cluster.capacity
 
 
-def needed(config: Config, count: int, device: Device | None = None) -> int:
+def needed_bytes(config: Config, count: int, device: Device | None = None) -> int:
     """Bytes per device; `device` as of `workload`."""
     return sum(device_memory(workload(config, count, device)).values())
 
@@ -229,7 +229,7 @@ def least(config: Config, count: int, device: Device) -> tuple[int, Config | Non
     """(bytes per device, layout) of the layout that needs least, under full recomputation."""
     best: tuple[int, Config | None] = (0, None)
     for layout in layouts(with_recompute(config, "full"), count, micro_batches=(1,)):
-        size = needed(layout, count, device)
+        size = needed_bytes(layout, count, device)
         if best[1] is None or size < best[0]:
             best = size, layout
     return best

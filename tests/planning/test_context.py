@@ -82,7 +82,7 @@ def test_keys_made_of_latents_are_stored_as_the_strategy_needs_them(strategy, le
         how = {"context": 4, "context_strategy": strategy}
         work = workload(config_of("deepseek-v2-lite", 2, 32768, policy, **how), 8)
         unit = work.units[-1]
-        return context.kept(work, unit), len(context.attentions(work, unit))
+        return context.stored_bytes(work, unit), len(context.attentions(work, unit))
 
     made = 2 * 32768 // 4 * 16 * (128 + 128)
     (minimal, layers), (selective, _) = stored("minimal"), stored("selective")

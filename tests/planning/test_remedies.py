@@ -7,7 +7,7 @@ from maxmeg.config.schema import Config
 from maxmeg.config.setting import with_fields
 from maxmeg.planning.hardware import parse_cluster
 from maxmeg.planning.remedies import largest_savings, planned_memory, remedies
-from maxmeg.planning.search import needed, with_recompute
+from maxmeg.planning.search import needed_bytes, with_recompute
 
 GIB = 2**30
 
@@ -44,7 +44,7 @@ def test_the_largest_saving_of_each_kind(config, count, flags):
     found = dict(largest_savings(config, count))
     assert list(found) == flags
     lighter = with_recompute(config, "full")
-    assert found[FULL] == needed(config, count) - needed(lighter, count) > 70 * GIB
+    assert found[FULL] == needed_bytes(config, count) - needed_bytes(lighter, count) > 70 * GIB
 
 
 def test_a_model_that_is_not_planned_has_neither():

@@ -17,7 +17,7 @@ from maxmeg.planning.report import MARGIN
 from maxmeg.planning.search import (
     context_sizes,
     layouts,
-    needed,
+    needed_bytes,
     orders,
     search,
     usable,
@@ -74,7 +74,7 @@ def test_no_more_is_recomputed_than_must_be():
         seen.add(mode)
         for less in modes[: modes.index(mode)]:
             lighter = with_recompute(candidate.config, less)
-            assert needed(lighter, cluster.count) > usable(cluster)
+            assert needed_bytes(lighter, cluster.count) > usable(cluster)
     assert len(seen) > 1
 
 

@@ -178,7 +178,7 @@ def fused_attention(work: Workload) -> bool:
 
 def keeps_results(work: Workload) -> bool:
     """Whether the recompute policy keeps the results of attention."""
-    return {"attention_output", "attention_weights", "attention_lse"} <= work.kept
+    return {"attention_output", "attention_weights", "attention_lse"} <= work.saved
 
 
 def keeps_attention(work: Workload, unit: Unit) -> bool:
@@ -197,10 +197,10 @@ def transposed_stacks(work: Workload, unit: Unit) -> int:
     them. The originals stay where the loop over microbatches carries them."""
     if not keeps_results(work) or work.microbatches == 1 or work.pipelined:
         return 0
-    found = [one for one in unit.widths if one.head_outputs]
+    attentions = [one for one in unit.widths if one.head_outputs]
     width = sum(
         one.queries_keys_values + (one.head_outputs if work.fsdp > 1 else 0)
-        for one, kernel in zip(found, kernels(work, unit), strict=True)
+        for one, kernel in zip(attentions, kernels(work, unit), strict=True)
         if kernel.stored and not kernel.is_fused
     )
     return work.itemsize * work.of(unit).tokens * width // work.axes["tensor"]
@@ -208,25 +208,25 @@ def transposed_stacks(work: Workload, unit: Unit) -> int:
 
 def score_bytes(work: Workload) -> float:
     """Bytes of scores or of a mask that the average layer's forward writes and reads."""
-    found = ((u.repeats, kernel.moved) for u in work.units for kernel in kernels(work, u))
-    return sum(repeats * size for repeats, size in found) / work.config.model.num_layers
+    sizes = ((u.repeats, kernel.moved) for u in work.units for kernel in kernels(work, u))
+    return sum(repeats * size for repeats, size in sizes) / work.config.model.num_layers
 
 
 def surplus(work: Workload) -> float:
     """Scores that are computed over those that the masks keep, on average."""
-    found = [(u.repeats, kernel.surplus) for u in work.units for kernel in kernels(work, u)]
-    layers = sum(repeats for repeats, _ in found)
-    return sum(repeats * more for repeats, more in found) / layers if layers else 1.0
+    ratios = [(u.repeats, kernel.surplus) for u in work.units for kernel in kernels(work, u)]
+    layers = sum(repeats for repeats, _ in ratios)
+    return sum(repeats * ratio for repeats, ratio in ratios) / layers if layers else 1.0
 
 
 def backends(work: Workload) -> str:
     """ "cudnn", or "xla (cudnn: softcap=50.0 is not supported)"; empty without attention."""
-    found = [kernel for unit in work.units for kernel in kernels(work, unit)]
-    words = {k.backend + (f" ({k.reason})" if k.reason else "") for k in found}
+    every = [kernel for unit in work.units for kernel in kernels(work, unit)]
+    words = {k.backend + (f" ({k.reason})" if k.reason else "") for k in every}
     return ", ".join(sorted(words))
 
 
 def warnings(work: Workload) -> dict[str, str]:
     """Warnings of attention in plain XLA, by their reason; of several, that of most scores."""
-    found = [kernel for unit in work.units for kernel in kernels(work, unit) if kernel.warning]
-    return {k.reason: k.warning for k in sorted(found, key=lambda k: k.moved)}
+    every = [kernel for unit in work.units for kernel in kernels(work, unit) if kernel.warning]
+    return {k.reason: k.warning for k in sorted(every, key=lambda k: k.moved)}

@@ -24,8 +24,8 @@ def layer(work: Workload, freed: Sequence[int]) -> int:
 
     A group of a single unit has no loop. Under fsdp XLA computes the gradients of its weights last:
     what they read waits until then (`read`), full: also the recomputed streams, and under tensor
-    parallelism the whole input and gradient of each sublayer. If `apart`, those of the first layer
-    alone wait. freed: bytes of each group that do not exist once it has run.
+    parallelism the whole input and gradient of each sublayer. If `layer_by_layer`, those of the
+    first layer alone wait. freed: bytes of each group that do not exist once it has run.
     """
     largest = waiting = of_first_tick(work)
     for group, unit in reversed(list(enumerate(work.units))):
@@ -49,11 +49,11 @@ def late_reads(work: Workload, group: int) -> int:
     work, unit = work.of(work.units[group]), work.units[group]
     if work.fsdp == 1:
         return 0
-    layers = unit.layers if apart(work) else 1
+    layers = unit.layers if layer_by_layer(work) else 1
     width = sum(map(read, unit.sublayer_widths[: unit.sublayers // layers]))
     tensor, D = work.axes["tensor"], work.config.model.hidden_size
-    again = 0 if work.kept else 1 + 2 * (tensor if tensor > 1 else 0)
-    number = (streams(unit) + again * unit.sublayers) // layers
+    recomputed_streams = 0 if work.saved else 1 + 2 * (tensor if tensor > 1 else 0)
+    number = (streams(unit) + recomputed_streams * unit.sublayers) // layers
     return work.itemsize * work.tokens * (width + number * D) // tensor
 
 
@@ -70,7 +70,7 @@ def of_first_tick(work: Workload) -> int:
     if not two_ticks(work):
         return 0
     single = [group for group, places in enumerate(work.places) if places == 1]
-    gathered = sum(s.whole for s in work.shards if s.parameter.group in single)
+    gathered = sum(s.gathered for s in work.shards if s.parameter.group in single)
     return work.itemsize * gathered + sum(late_reads(work, group) for group in single)
 
 
@@ -90,14 +90,14 @@ def scores(work: Workload, unit: Unit) -> int:
     recomputation on; if larger than the blocks, a gated MLP's columns, which exist beside their
     gradients before its last input; not under tensor parallelism, where whole sequences are at
     their peak before."""
-    found = [(kernel.block, kernel.slices) for kernel in kernels(work, unit)]
-    blocks, slices = zip(*found, strict=True) if found else ((0,), (0,))
+    sizes = [(kernel.block, kernel.slices) for kernel in kernels(work, unit)]
+    blocks, slices = zip(*sizes, strict=True) if sizes else ((0,), (0,))
     block = max(blocks) * (2 * FLOAT32 + work.itemsize) // FLOAT32
-    if work.kept:
+    if work.saved:
         return block + max(slices)
-    beside = sum(sum(one.stored.values()) - one.last_input for one in unit.sublayer_widths[-1])
-    apart = unit.sparse or work.axes["tensor"] > 1
-    columns = 0 if apart else work.itemsize * work.tokens * beside
+    width = sum(sum(one.stored.values()) - one.last_input for one in unit.sublayer_widths[-1])
+    exists_before = unit.sparse or work.axes["tensor"] > 1
+    columns = 0 if exists_before else work.itemsize * work.tokens * width
     return max(block, columns) + sum(slices)
 
 
@@ -114,12 +114,12 @@ def arrays(work: Workload, unit: Unit) -> int:
     tensor, D = work.axes["tensor"], work.config.model.hidden_size
     *others, last = unit.sublayer_widths
     run = delayed(work) * (unit.sublayers - unit.sublayers // unit.layers)
-    width = 0 if work.kept else (streams(unit) + run) * D + sum(map(recomputed, others))
+    width = 0 if work.saved else (streams(unit) + run) * D + sum(map(recomputed, others))
     if not experts.run_apart(work, unit):
         width += STREAMS * D
-        width += streams(unit) * D + gradient_inputs(work, unit) if work.kept else read(last)
-        width += unit.kept_columns(work.unkept)[0] if work.kept else 0
-    inputs = 1 if work.kept else max(unit.sublayers, 2)
+        width += streams(unit) * D + gradient_inputs(work, unit) if work.saved else read(last)
+        width += unit.kept_columns(work.unsaved)[0] if work.saved else 0
+    inputs = 1 if work.saved else max(unit.sublayers, 2)
     gathered = inputs + (work.samples > 1) + 2 if tensor > 1 else 0
     return work.itemsize * work.tokens * (width // tensor + gathered * D)
 
@@ -133,10 +133,10 @@ def streams(unit: Unit) -> int:
 def delayed(work: Workload) -> bool:
     """Whether XLA computes gradients of weights late, to have products beside collectives."""
     devices = work.axes["data"] * work.fsdp * work.axes["tensor"]
-    return devices > 1 and not apart(work)
+    return devices > 1 and not layer_by_layer(work)
 
 
-def apart(work: Workload) -> bool:
+def layer_by_layer(work: Workload) -> bool:
     """Whether the gradients of a layer's weights exist before the layer before it runs backward
     (`models.mixers.pattern`)."""
     return work.axes["tensor"] > 1 and not work.lanes.deferred
@@ -194,24 +194,25 @@ def weights(work: Workload, group: int) -> int:
     which XLA reads before it has the gradients that it adds.
 
     Gradients are scattered one by one: the largest exists, where parallel.gradient_dtype differs
-    also twice converted (of experts: once). Layers that run `apart` make all of theirs before the
+    also twice converted (of experts: once). Layers that run
+    `layer_by_layer` make all of theirs before the
     first is scattered. Those of experts in rounds are among the sums of the rounds. A weight lane
     makes gradients when no weights are gathered.
     """
     e, unit = work.itemsize, work.units[group]
     members = [s for s in work.shards if s.parameter.group == group]
     units = work.places[group] * work.config.parallel.chunks
-    layers = min(unit.layers, 2) if work.kept else unit.layers
-    whole = e * sum(s.whole for s in members) * layers // (unit.layers * units)
+    layers = min(unit.layers, 2) if work.saved else unit.layers
+    gathered = e * sum(s.gathered for s in members) * layers // (unit.layers * units)
     if work.fsdp == 1:
         added = sum(s.computed for s in members if s.trained) if work.accumulates else 0
         return 0 if unit.sparse or split_once(work) else FLOAT32 * added // units
     if experts.in_rounds(work, unit) or split_once(work):
-        return whole
-    sizes = [s.whole // units for s in members if s.trained]
+        return gathered
+    sizes = [s.gathered // units for s in members if s.trained]
     converted = work.gradient_itemsize * (work.gradient_itemsize != e)
     exist = largest = max(sizes, default=0)
-    if apart(work) and unit.layers > 1:
+    if layer_by_layer(work) and unit.layers > 1:
         exist = sum(sizes) * min(unit.layers, APART) // unit.layers
-    made = e * exist + (1 if unit.sparse else 2) * converted * largest
-    return max(whole, made) if work.lanes.deferred else whole + made
+    gradients = e * exist + (1 if unit.sparse else 2) * converted * largest
+    return max(gathered, gradients) if work.lanes.deferred else gathered + gradients

@@ -122,30 +122,30 @@ def _tensor(work: Workload) -> Iterator[Traffic]:
         work.microbatches,
         embeddings(work),
     )
-    inputs, written, again = [0, 0], [0, 0], [0, 0]  # numbers of sequences, and their bytes
-    for unit, held in zip(work.units, work.held, strict=True):
+    inputs, outputs, repeats = [0, 0], [0, 0], [0, 0]  # numbers of sequences, and their bytes
+    for unit, runs in zip(work.units, work.unit_runs, strict=True):
         of_unit, sums = work.of(unit), experts.sums(work, unit)
-        whole = of_unit.hidden_bytes * tensor
+        sequence = of_unit.hidden_bytes * tensor
         read = of_unit.itemsize * of_unit.tokens * sum(unit.gathered)
-        repeated = sum(sums[:-1]) * ("mixer_output" in work.unkept)
+        repeated = sum(sums[:-1]) * ("mixer_output" in work.unsaved)
         for total, count, volume in (
             (inputs, len(unit.gathered), read),
-            (written, sum(sums), sum(sums) * whole),
-            (again, repeated, repeated * whole),
+            (outputs, sum(sums), sum(sums) * sequence),
+            (repeats, repeated, repeated * sequence),
         ):
-            total[0] += held * count
-            total[1] += held * volume
+            total[0] += runs * count
+            total[1] += runs * volume
     forward, backward = work.lanes.forward, work.lanes.backward
-    into, out = "sequences into sublayers", "sums of sublayers"
+    inward, outward = "sequences into sublayers", "sums of sublayers"
 
     def both(purpose: str, kind: str, times: int, *sequences: list[int]) -> Traffic:
         count, total = map(sum, zip(*sequences, strict=True))
         return entry("tensor", purpose, kind, times, total, count)
 
-    yield both(f"{into}, forward", GATHER, forward, inputs)
-    yield both(f"{out}, forward", SCATTER, forward, written)
-    yield both(f"{into} and gradients, backward", GATHER, backward, inputs, written)
-    yield both(f"{out}, backward", SCATTER, backward, inputs, again)
+    yield both(f"{inward}, forward", GATHER, forward, inputs)
+    yield both(f"{outward}, forward", SCATTER, forward, outputs)
+    yield both(f"{inward} and gradients, backward", GATHER, backward, inputs, outputs)
+    yield both(f"{outward}, backward", SCATTER, backward, inputs, repeats)
     ends = "embedding and head"
     yield entry("tensor", ends, GATHER, M + embed_backward, size)
     yield entry("tensor", ends, SCATTER, embed + M, size)
@@ -164,9 +164,9 @@ def shared_heads(work: Workload) -> tuple[int, int]:
         parameter = shard.parameter
         heads = info(parameter.variable).num_kv_heads
         if work.is_quantized(shard) and 0 < heads < work.axes["tensor"]:
-            held = 1 if parameter.group is None else work.held[parameter.group]
+            number = 1 if parameter.group is None else work.unit_runs[parameter.group]
             width = info(parameter.variable).sizes[-1] // heads
-            runs, total = runs + held, total + held * work.itemsize * work.tokens * width
+            runs, total = runs + number, total + number * work.itemsize * work.tokens * width
     return runs, total
 
 
@@ -185,30 +185,30 @@ def _experts(work: Workload) -> Iterator[Traffic]:
     dispatch, axes = experts.dispatch_of(work), experts.axes(work)
     if not axes:
         return
-    sparse = sum(unit.sparse * held for unit, held in zip(work.units, work.held, strict=True))
+    sparse = sum(unit.sparse * runs for unit, runs in zip(work.units, work.unit_runs, strict=True))
     forward, backward = work.lanes.forward * sparse, work.lanes.backward * sparse
     name, vectors, labels = " x ".join(axes), dispatch.vectors, dispatch.labels
     if dispatch.gathers:
         yield entry(name, EXCHANGED_FORWARD, GATHER, forward, vectors + labels, 4)
         yield entry(name, EXCHANGED_FORWARD, SCATTER, forward, vectors)
-        ordered = dispatch.in_blocks and "dispatch_order" in work.kept  # only weights once more
-        count, again = (3, dispatch.weights) if ordered else (5, labels)
-        yield entry(name, EXCHANGED_BACKWARD, GATHER, backward, 2 * vectors + again, count)
+        ordered = dispatch.in_blocks and "dispatch_order" in work.saved  # only weights once more
+        count, repeated = (3, dispatch.weights) if ordered else (5, labels)
+        yield entry(name, EXCHANGED_BACKWARD, GATHER, backward, 2 * vectors + repeated, count)
         yield entry(name, EXCHANGED_BACKWARD, SCATTER, backward, vectors + dispatch.weights, 2)
         return
 
-    def exchanged(name: str, vectors: int, labels: int, again: int) -> Iterator[Traffic]:
+    def exchanged(name: str, vectors: int, labels: int, repeats: int) -> Iterator[Traffic]:
         packed = int(dispatch.sent * vectors)
         yield entry(name, EXCHANGED_FORWARD, ALL_TO_ALL, forward, packed + vectors + labels, 3)
-        size = vectors + (1 + again) * (packed + labels)
-        yield entry(name, EXCHANGED_BACKWARD, ALL_TO_ALL, backward, size, 3 + 2 * again)
+        size = vectors + (1 + repeats) * (packed + labels)
+        yield entry(name, EXCHANGED_BACKWARD, ALL_TO_ALL, backward, size, 3 + 2 * repeats)
 
-    again = int("dispatched_tokens" not in work.kept)
+    repeats = int("dispatched_tokens" not in work.saved)
     if dispatch.node_rows:
-        yield from exchanged(name + BETWEEN, dispatch.node_vectors, dispatch.node_labels, again)
-        name, again = name + INSIDE, 1  # what arrives inside a node is not stored
-    yield from exchanged(name, vectors, labels, again)
-    counted = forward + (0 if "dispatch_counts" in work.kept else backward)
+        yield from exchanged(name + BETWEEN, dispatch.node_vectors, dispatch.node_labels, repeats)
+        name, repeats = name + INSIDE, 1  # what arrives inside a node is not stored
+    yield from exchanged(name, vectors, labels, repeats)
+    counted = forward + (0 if "dispatch_counts" in work.saved else backward)
     if not dispatch.in_blocks:
         yield entry(name, "how many copies", GATHER, counted, dispatch.counts)
 
@@ -264,11 +264,11 @@ def _gathered(work: Workload, axes: tuple[str, ...]) -> Iterator[Traffic]:
         """The parameters of all layers that a chunk runs."""
         count = size = 0
         for shard in shards:
-            held, places = (n[shard.parameter.group or 0] for n in (work.held, work.places))
-            weights = work.weight_bytes(shard, shard.whole)
-            each = weights if kind == GATHER else work.gradient_itemsize * shard.whole
-            count += held * shard.first_fused
-            size += each // (chunks * places) * held
+            runs, places = (n[shard.parameter.group or 0] for n in (work.unit_runs, work.places))
+            weights = work.weight_bytes(shard, shard.gathered)
+            each = weights if kind == GATHER else work.gradient_itemsize * shard.gathered
+            count += runs * shard.first_fused
+            size += each // (chunks * places) * runs
         return entry(name, purpose, kind, times, size, count)
 
     for purpose, first_purpose, times, first in (
@@ -285,7 +285,7 @@ def _gathered(work: Workload, axes: tuple[str, ...]) -> Iterator[Traffic]:
     cut = {s.parameter.group for s in every if s.trained and s.zero1_axes}
     times = [2 if shard.parameter.group in cut else 1 for shard in first]
     size = sum(
-        n * work.gradient_itemsize * s.whole // (chunks * work.places[s.parameter.group or 0])
+        n * work.gradient_itemsize * s.gathered // (chunks * work.places[s.parameter.group or 0])
         for n, s in zip(times, first, strict=True)
     )
     count = sum(n * s.first_fused for n, s in zip(times, first, strict=True))
@@ -300,17 +300,17 @@ def _gathered(work: Workload, axes: tuple[str, ...]) -> Iterator[Traffic]:
         for tokens in filter(None, (work.tokens, work.source_tokens)):
             if kind == "embedding" and tokens < work.embedded:
                 vectors = e * tokens * work.config.model.hidden_size
-                again = embed_backward if shard.trained else 0
+                repeats = embed_backward if shard.trained else 0
                 ids = FLOAT32 * tokens * work.fsdp
-                yield entry(name, "ids of tokens", GATHER, embed + again, ids)
+                yield entry(name, "ids of tokens", GATHER, embed + repeats, ids)
                 yield entry(name, "vectors of tokens", ALL_TO_ALL, embed, vectors)
                 if shard.trained:
                     yield entry(name, "their gradients", ALL_TO_ALL, embed_backward, vectors)
             elif kind != "output" and (kind == "embedding" or tokens == work.tokens):
                 forward, backward = forward + embed, backward + embed_backward
-        yield entry(name, f"{kind} table", GATHER, forward, e * shard.whole)
+        yield entry(name, f"{kind} table", GATHER, forward, e * shard.gathered)
         if shard.trained:
-            size = work.gradient_itemsize * shard.whole
+            size = work.gradient_itemsize * shard.gathered
             yield entry(name, f"gradient of the {kind} table", SCATTER, backward, size)
 
 

@@ -165,16 +165,16 @@ def gathered_keys(work: Workload, mixer: AttentionSpec) -> int:
 
 def keeps_rounds(work: Workload) -> bool:
     """Whether backward reads the output of a ring from memory instead of repeating it."""
-    return work.kept >= KEPT
+    return work.saved >= KEPT
 
 
 def in_rounds(work: Workload, unit: Unit) -> float:
     """Share of a unit's attention layers whose attention is a ring; 0 without attention."""
-    found = attentions(work, unit)
-    return sum(one.ring > 1 for one in found) / len(found) if found else 0.0
+    every = attentions(work, unit)
+    return sum(one.ring > 1 for one in every) / len(every) if every else 0.0
 
 
-def kept(work: Workload, unit: Unit) -> int:
+def stored_bytes(work: Workload, unit: Unit) -> int:
     """Bytes that a unit stores for backward beyond the same layers without context.
 
     Of every ring its output and log-sum-exp, (e T H K + 4 T H) / t with H heads of value size K.
@@ -186,10 +186,10 @@ def kept(work: Workload, unit: Unit) -> int:
         heads = work.tokens * one.shape.heads
         if one.ring > 1 and keeps_rounds(work):
             total += heads * (work.itemsize * one.value_size + FLOAT32)
-        if "key_up" in work.kept:
-            more = -1 if one.ring > 1 else 0
-            more = one.shape.context - 1 if one.strategy.name == "gather" else more
-            total += more * work.itemsize * heads * one.expanded
+        if "key_up" in work.saved:
+            pieces = -1 if one.ring > 1 else 0
+            pieces = one.shape.context - 1 if one.strategy.name == "gather" else pieces
+            total += pieces * work.itemsize * heads * one.expanded
     return total
 
 
@@ -210,7 +210,7 @@ def working(work: Workload, unit: Unit) -> int:
         if one.halo is not None:
             sizes.append(FLOAT32 * width + slopes)
         else:
-            arrays = 0 if work.kept else 4 * work.itemsize * width
+            arrays = 0 if work.saved else 4 * work.itemsize * width
             sizes.append(FLOAT32 * width + IN_FLIGHT * (arrays + one.piece + slopes))
     return max(sizes)
 
@@ -234,15 +234,15 @@ def traffic(work: Workload, cluster: Cluster) -> Iterator[Traffic]:
         for number, amount in enumerate((runs, volume, volume / rate)):
             total[number] += amount
 
-    for unit, held in zip(work.units, work.held, strict=True):
-        forward, backward = work.lanes.forward * held, work.lanes.backward * held
+    for unit, runs in zip(work.units, work.unit_runs, strict=True):
+        forward, backward = work.lanes.forward * runs, work.lanes.backward * runs
         for one in attentions(work, unit):
-            again = backward * (not keeps_rounds(work))
+            repeats = backward * (not keeps_rounds(work))
             (count, size), reach = one.permuted, context * tensor
             slopes = size * FLOAT32 // work.itemsize
             add("context", PIECES_FORWARD, PERMUTE, forward * count, forward * size, reach)
-            more = again + backward
-            add("context", PIECES_BACKWARD, PERMUTE, more * count, more * size, reach)
+            both = repeats + backward
+            add("context", PIECES_BACKWARD, PERMUTE, both * count, both * size, reach)
             add("context", PIECE_GRADIENTS, PERMUTE, backward * count, backward * slopes, reach)
             inner = one.inner
             (count, size), reach = one.exchanged, inner * tensor
@@ -293,15 +293,15 @@ def hidden_seconds(work: Workload, cluster: Cluster, backward_products: float) -
         (FLOAT32, rates_of(cluster, ATTENTION_BACKWARD_REACHED / backward_products)),
     )
     total = 0.0
-    for unit, held in zip(work.units, work.held, strict=True):
-        times = [work.lanes.forward * held, work.lanes.backward * held]
+    for unit, runs in zip(work.units, work.unit_runs, strict=True):
+        times = [work.lanes.forward * runs, work.lanes.backward * runs]
         times[0] += 0 if keeps_rounds(work) else times[1]
         for one in attentions(work, unit):
-            for runs, (slopes, rates) in zip(times, passes, strict=True):
+            for count, (slopes, rates) in zip(times, passes, strict=True):
                 shape = dataclasses.replace(one.shape, bytes=one.shape.bytes + slopes)
                 exposed = [
                     exposed_seconds(one.strategy, shape, one.scores, each)
                     for each in (dataclasses.replace(rates, flops=math.inf), rates)
                 ]
-                total += runs * (exposed[0] - exposed[1])
+                total += count * (exposed[0] - exposed[1])
     return total

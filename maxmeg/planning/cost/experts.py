@@ -201,9 +201,9 @@ def sums(work: Workload, unit: Unit) -> tuple[int, ...]:
     are cut over tensor, and one for a shared expert."""
     counts = []
     for spec in unit.specs:
-        whole = [mixer for mixer in spec.mixers if mixer.writes == "whole"]
+        partial = [mixer for mixer in spec.mixers if mixer.writes == "whole"]
         shared = any(getattr(mixer, "shared_ffn_size", 0) for mixer in spec.mixers)
-        counts.append(1 if whole else int(not folded(work)) + shared)
+        counts.append(1 if partial else int(not folded(work)) + shared)
     return tuple(counts)
 
 
@@ -220,17 +220,17 @@ def run_apart(work: Workload, unit: Unit) -> bool:
     return in_rounds(work, unit) or not dispatch_of(work).gathers
 
 
-def kept(work: Workload, unit: Unit) -> int:
+def stored_bytes(work: Workload, unit: Unit) -> int:
     """Bytes that the experts of a unit store for backward, beside `unit_activations`.
 
     The outputs of up and gate: e N (widths), over t if experts are cut over tensor. minimal: also
     the received rows, e N D (in 8 bits: less), and their labels.
     """
-    if not unit.sparse or not work.kept:
+    if not unit.sparse or not work.saved:
         return 0
     dispatch = dispatch_of(work)
     size = unit.sparse * work.itemsize * dispatch.rows * dispatch.columns
-    if "dispatched_tokens" in work.kept and not dispatch.gathers:
+    if "dispatched_tokens" in work.saved and not dispatch.gathers:
         vectors = int(dispatch.sent * (dispatch.node_vectors or dispatch.vectors))
         size += unit.sparse * (vectors + (dispatch.node_labels or dispatch.labels))
     return size
@@ -245,7 +245,7 @@ def deferred(work: Workload, unit: Unit) -> int:
         return 0
     dispatch = dispatch_of(work)
     widths = dispatch.inputs + dispatch.width
-    widths += 0 if work.kept else dispatch.columns + dispatch.width
+    widths += 0 if work.saved else dispatch.columns + dispatch.width
     rounds = FLOAT32 * dispatch.matrices if dispatch.in_rounds else 0
     return unit.sparse * (work.itemsize * dispatch.rows * widths + rounds)
 
@@ -260,12 +260,12 @@ def working(work: Workload, unit: Unit) -> int:
     """
     if not unit.sparse:
         return 0
-    dispatch, again = dispatch_of(work), int(not work.kept)
+    dispatch, repeats = dispatch_of(work), int(not work.saved)
     if dispatch.in_rounds:
         return 4 * dispatch.node_vectors + in_loop_of_rounds(work, dispatch)
-    row = (2 + again) * dispatch.columns + (3 + again) * dispatch.width
-    more = FLOAT32 * dispatch.matrices // work.axes["fsdp"] * work.pipelined
-    return work.itemsize * dispatch.rows * row + more
+    row = (2 + repeats) * dispatch.columns + (3 + repeats) * dispatch.width
+    gradients = FLOAT32 * dispatch.matrices // work.axes["fsdp"] * work.pipelined
+    return work.itemsize * dispatch.rows * row + gradients
 
 
 def in_loop_of_rounds(work: Workload, dispatch: Dispatch) -> int:
@@ -297,7 +297,7 @@ def of_other_layers(work: Workload, unit: Unit) -> int:
         return 0
     dispatch, others = dispatch_of(work), unit.sparse - 1
     widths, D, e = dispatch.columns + dispatch.inputs, dispatch.width, work.itemsize
-    if work.kept:
+    if work.saved:
         in_loop = dispatch.in_rounds and not (dispatch.in_blocks or work.pipelined)
         if not in_loop or work.axes["fsdp"] == 1 or work.axes["tensor"] > 1:
             return 0
@@ -315,8 +315,8 @@ def product_words(work: Workload) -> str:
         return ""
     dispatch = dispatch_of(work)
     words = dispatch.backend + (f" ({dispatch.reason})" if dispatch.reason else "")
-    more = dispatch.multiplied / dispatch.balanced_rows
-    return words + (f", {more:.3g} times the FLOPs of the chosen experts" if more > 1 else "")
+    ratio = dispatch.multiplied / dispatch.balanced_rows
+    return words + (f", {ratio:.3g} times the FLOPs of the chosen experts" if ratio > 1 else "")
 
 
 def streamed(work: Workload, unit: Unit) -> float:
@@ -337,9 +337,9 @@ def surplus_seconds(work: Workload, cluster: Cluster) -> float:
     """
     dispatch = dispatch_of(work)
     second = 2 * dispatch.matrices / dispatch.local_experts / cluster.matmul_rate  # for a row
-    needed = second * dispatch.balanced_rows
+    least = second * dispatch.balanced_rows
     read = work.itemsize * dispatch.matrices / cluster.memory_rate
-    each = max(second * dispatch.multiplied, read, needed) - needed
+    each = max(second * dispatch.multiplied, read, least) - least
     return sparse_share(work) * each
 
 

@@ -26,21 +26,21 @@ def unit_activations(work: Workload, unit: Unit) -> int:
     Norms, activation functions, rotations and gathered sequences are recomputed.
     minimal: the same, and for fused attention its output and log-sum-exp, (e T H K + 4 T H) / t
     with H heads of value size K; for XLA and L <= 512 output, weights: (e T H K + 4 B H L^2) / t.
-    Experts add `experts.kept`. Only minimal stores the up-projections of latents. Of an
+    Experts add `experts.stored_bytes`. Only minimal stores the up-projections of latents. Of an
     encoder-decoder T, L and D are of the unit's side, but the unit's input is of both
     (`Workload.carried_bytes`), and cross attention's scores are with the source's keys.
     """
     work, tensor = work.of(unit), work.axes["tensor"]
     if work.offloaded:
-        work = work.with_recompute(",".join(sorted(work.kept - work.offloaded)) or "full")
-    if not work.kept:
+        work = work.with_recompute(",".join(sorted(work.saved - work.offloaded)) or "full")
+    if not work.saved:
         return work.carried_bytes
-    columns, replicated = unit.kept_columns(work.kept)
-    kept = work.itemsize * work.tokens * (columns // tensor + replicated)
-    streams = 1 if "mixer_output" in work.unkept else unit.streams
-    kept += (streams - 1) * work.hidden_bytes + work.carried_bytes
-    kept += experts.kept(work, unit) + context.kept(work, unit)
-    return kept + (0 if context.in_rounds(work, unit) else stored_attention(work, unit))
+    columns, replicated = unit.kept_columns(work.saved)
+    size = work.itemsize * work.tokens * (columns // tensor + replicated)
+    streams = 1 if "mixer_output" in work.unsaved else unit.streams
+    size += (streams - 1) * work.hidden_bytes + work.carried_bytes
+    size += experts.stored_bytes(work, unit) + context.stored_bytes(work, unit)
+    return size + (0 if context.in_rounds(work, unit) else stored_attention(work, unit))
 
 
 def unit_deferred(work: Workload, unit: Unit) -> int:
@@ -57,22 +57,22 @@ def unit_deferred(work: Workload, unit: Unit) -> int:
     work, tensor = work.of(unit), work.axes["tensor"]
     projected = unit.total("queries_keys_values")
     widths = projected + unit.total("last_input")
-    own = sum(spec.own_norms for spec in unit.specs)
+    own_norms = sum(spec.own_norms for spec in unit.specs)
     hidden = unit.sublayers - (unit.specs[-1].place.startswith("post"))
-    hidden += -own if tensor > 1 else own
-    gathered = unit.sublayers + 3 * own if tensor > 1 else 1
-    transposed = unit.sublayers + own if transposes(work) else 0
+    hidden += -own_norms if tensor > 1 else own_norms
+    gathered = unit.sublayers + 3 * own_norms if tensor > 1 else 1
+    transposed = unit.sublayers + own_norms if transposes(work) else 0
     if not keeps_attention(work, unit):
         widths += unit.total("head_outputs")
-    if not work.kept:
+    if not work.saved:
         widths += unit.columns - projected + unit.total("normalized")
         hidden += unit.sublayers - (unit.specs[-1].place == "pre")
         gathered += unit.sublayers if tensor > 1 else 0
-    kept = work.itemsize * work.tokens * widths // tensor
-    kept += experts.deferred(work, unit)
-    if transposes(work) and not work.kept:
+    size = work.itemsize * work.tokens * widths // tensor
+    size += experts.deferred(work, unit)
+    if transposes(work) and not work.saved:
         hidden, transposed = hidden * 2, gathered
-    return kept + (hidden + (gathered + transposed) * tensor) * work.hidden_bytes
+    return size + (hidden + (gathered + transposed) * tensor) * work.hidden_bytes
 
 
 def transposes(work: Workload) -> bool:
@@ -101,7 +101,7 @@ def rings(work: Workload) -> list[int]:
     sizes, lanes = [], work.lanes
     unlooped = work.microbatches == work.axes["pipe"] == 2  # over ticks: XLA copies the ring
     for unit, places in zip(work.units, work.places, strict=True):
-        stored = unit_activations(work, unit) * (2 if transposes(work) and not work.kept else 1)
+        stored = unit_activations(work, unit) * (2 if transposes(work) and not work.saved else 1)
         deferred = unit_deferred(work, unit) * (2 if unlooped else 1)
         sizes.append(places * (lanes.slots * stored + lanes.deferred * deferred))
     return sizes
@@ -151,10 +151,10 @@ def waiting_gradient(work: Workload) -> int:
         return 0
     if multiplied_last(work):
         return work.itemsize * work.targets * (work.vocabulary + width)
-    delays = work.pipelined or work.axes["tensor"] > 1 or bool(work.kept)
+    delays = work.pipelined or work.axes["tensor"] > 1 or bool(work.saved)
     accumulated = loss.backend == "xla" and not loss.once
     itemsize = FLOAT32 if accumulated and delays else work.itemsize
-    begins_early = fsdp_on_one_node(work) and (work.microbatches > 1 or not work.kept)
+    begins_early = fsdp_on_one_node(work) and (work.microbatches > 1 or not work.saved)
     return (
         itemsize * work.vocabulary * width * (2 if loss.backend == "tiled" and begins_early else 1)
     )
@@ -177,7 +177,7 @@ def of_first_sublayers(work: Workload) -> int:
     total = 0
     for group, places in enumerate(work.places):
         parameters = [s for s in work.shards if s.trained and s.parameter.group == group]
-        first = sum(s.whole for s in parameters if s.parameter.sublayer == 0)
+        first = sum(s.gathered for s in parameters if s.parameter.sublayer == 0)
         total += work.itemsize * (first // (places * work.config.parallel.chunks))
     return total
 
@@ -222,8 +222,8 @@ def beside_loss(work: Workload) -> int:
     copies = 2 if chunks > 1 else work.fsdp > 1
     for group, unit in enumerate(work.units):
         if work.places[group] == 1:
-            whole = sum(s.whole for s in work.shards if s.parameter.group == group) // chunks
-            total += unit_activations(work, unit) + copies * work.itemsize * whole
+            weights = sum(s.gathered for s in work.shards if s.parameter.group == group) // chunks
+            total += unit_activations(work, unit) + copies * work.itemsize * weights
     return total
 
 
@@ -233,18 +233,18 @@ def scattered(work: Workload) -> int:
     If the product waits, also what it reads, and under fsdp arrays of the loss that XLA placed
     before (`packed`): the gathered weight and a chunk of float32 logits.
     """
-    whole, waiting = work.vocabulary * work.config.model.hidden_size, waiting_gradient(work)
+    count, waiting = work.vocabulary * work.config.model.hidden_size, waiting_gradient(work)
     converted, e = work.gradient_itemsize if work.fsdp > 1 else FLOAT32, work.itemsize
     if waiting and multiplied_last(work):
         if work.fsdp == 1:
-            return waiting + (e + converted) * whole
+            return waiting + (e + converted) * count
         logits = FLOAT32 * head(work).blocks[1] * work.vocabulary
         read = e * work.targets * work.vocabulary
-        arrays = [(e * whole, 0, 0), (logits, 0, 0), (read, 0, 1), (e * whole, 1, 2)]
-        return packed([*arrays, (converted * whole, 2, 2)]) + waiting - read
-    if work.config.lora.rank or (work.fsdp > 1 and waiting == converted * whole):
+        arrays = [(e * count, 0, 0), (logits, 0, 0), (read, 0, 1), (e * count, 1, 2)]
+        return packed([*arrays, (converted * count, 2, 2)]) + waiting - read
+    if work.config.lora.rank or (work.fsdp > 1 and waiting == converted * count):
         return waiting
-    return waiting + converted * whole
+    return waiting + converted * count
 
 
 def packed(arrays: list[tuple[int, int, int]]) -> int:
@@ -282,10 +282,10 @@ def absent(work: Workload) -> tuple[int, int]:
         sums -= e * work.vocabulary * work.config.model.hidden_size
         each = e + reduced * (reduced != e) + (reduced + FLOAT32) / work.fsdp
         return sums - int(each * (first // e)), sums
-    begun = [s for s in trained if s.parameter.group is not None and s.zero1_axes]
-    begun = [] if split_once(work) else begun
+    early_shards = [s for s in trained if s.parameter.group is not None and s.zero1_axes]
+    early_shards = [] if split_once(work) else early_shards
     every, late = (sum(_gradient_bytes(work, s) for s in shards) for shards in (trained, outside))
-    every -= sum(_gradient_bytes(work, s) for s in begun)
+    every -= sum(_gradient_bytes(work, s) for s in early_shards)
     late = every if split_once(work) else late
     tied = work.config.model.tied and work.has_output
     if work.pipelined:
@@ -353,14 +353,14 @@ def _is_copied(work: Workload, shard: Shard) -> bool:
 
 def _gradient_bytes(work: Workload, shard: Shard) -> int:
     """Of a parameter's gradient, as `parameter_memory` says."""
-    whole, in_layer = max(shard.computed, shard.stored), shard.parameter.group is not None
+    count, in_layer = max(shard.computed, shard.stored), shard.parameter.group is not None
     if work.accumulates and not (in_layer and split_once(work)):
-        return FLOAT32 * whole
+        return FLOAT32 * count
     if in_layer and shard.zero1_axes:
         return work.gradient_itemsize * shard.stored
-    if in_layer and shard.whole > shard.computed:
-        return work.gradient_itemsize * whole
-    return work.itemsize * whole
+    if in_layer and shard.gathered > shard.computed:
+        return work.gradient_itemsize * count
+    return work.itemsize * count
 
 
 def device_memory(work: Workload) -> dict[str, int]:
@@ -370,19 +370,19 @@ def device_memory(work: Workload) -> dict[str, int]:
     backward that exceeds the loss's bytes. gradients: with a weight lane that runs once, those that
     exist when the device is fullest. The batch is not included.
     """
-    kept, held = activations(work), held_by_ticks(work)
+    stored, table = activations(work), held_by_ticks(work)
     absent_in_loss, absent_in_layers = absent(work)
-    loss_bytes = loss(work) + held - absent_in_loss
+    loss_bytes = loss(work) + table - absent_in_loss
     loss_bytes = loss_bytes if split_once(work) else max(0, loss_bytes)
-    after = scattered(work) + of_first_sublayers(work) + held
+    after = scattered(work) + of_first_sublayers(work) + table
     if not work.accumulates:
-        after -= kept
+        after -= stored
     if split_once(work):  # the weight lane reads no compute weights: measured, half of them less
         after = -parameter_memory(work)["compute weights"] // 2
     after = max(after, loss_bytes + beside_loss(work))
     largest = max(layer(work, freed(work)), scattered_in_branch(work))
-    backward = largest + waiting_gradient(work) + held - absent_in_layers
+    backward = largest + waiting_gradient(work) + table - absent_in_layers
     space = max(backward, after) - max(0, loss_bytes)
-    parts = {**parameter_memory(work), "activations": kept, "loss": max(0, loss_bytes)}
+    parts = {**parameter_memory(work), "activations": stored, "loss": max(0, loss_bytes)}
     parts["gradients"] += min(0, space)
     return {**parts, "workspace": max(0, space)}

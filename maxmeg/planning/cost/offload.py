@@ -8,9 +8,9 @@ from maxmeg.planning.hardware import Cluster
 
 def host_memory(work: Workload) -> dict[str, int]:
     """Bytes in host memory per GPU, by purpose; empty if nothing is offloaded."""
-    device, whole = parameter_memory(work), parameter_memory(work.on_device)
+    device, both = parameter_memory(work), parameter_memory(work.on_device)
     parts = {
-        "optimizer state": sum(whole.values()) - sum(device.values()),
+        "optimizer state": sum(both.values()) - sum(device.values()),
         "activations": activations(work.on_device) - activations(work),
     }
     return {name: size for name, size in parts.items() if size}

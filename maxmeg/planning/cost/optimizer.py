@@ -43,8 +43,8 @@ def _state_bytes(
 ) -> int:
     total = 0
     for state in states(every, optim, over_context):
-        used = itertools.chain(*storage_axes(state, mesh, zero1))
-        count = math.prod(state.shape) // math.prod(mesh.shape[axis] for axis in used)
+        axes = itertools.chain(*storage_axes(state, mesh, zero1))
+        count = math.prod(state.shape) // math.prod(mesh.shape[axis] for axis in axes)
         total += state.dtype.itemsize * count
     return total
 
@@ -62,8 +62,8 @@ def states(
             shard_over_context(variable)
         parts.setdefault(parameter.path[0], {})[str(parameter.path)] = variable
     optimizer = make_optimizer(with_fields(OptimConfig(), dict(optim)))
-    found = jax.tree.leaves(jax.eval_shape(optimizer.init, parts), is_leaf=is_variable)
-    return [one for one in found if is_variable(one) and one.get_value() is not None]
+    arrays = jax.tree.leaves(jax.eval_shape(optimizer.init, parts), is_leaf=is_variable)
+    return [one for one in arrays if is_variable(one) and one.get_value() is not None]
 
 
 def factors(variable: nnx.Variable, optim: OptimConfig) -> list[nnx.Variable]:
@@ -121,15 +121,15 @@ def exchange_plan(work: Workload, shard: Shard) -> tuple[Plan, list[int], int]:
     if optim.optimizer is Optimizer.muon:
         widths, names = parts(variable, optim.muon), storage_axes(variable, mesh, zero1)[-1]
         over = functools.partial(exchanged_over, columns=columns, parts=widths)
-        kept = set(names) - set(over(names, mesh.shape))
-        sizes = [rows * columns // math.prod(mesh.shape[axis] for axis in kept)]
-        found = plan([variable], mesh, zero1, over)
+        split = set(names) - set(over(names, mesh.shape))
+        sizes = [rows * columns // math.prod(mesh.shape[axis] for axis in split)]
+        exchange = plan([variable], mesh, zero1, over)
     else:
         others = factors(variable, optim) * 2
         sizes = [rows * columns] * 3 + [other.shape[-1] ** 2 for other in others]
-        found = plan([variable] * 3 + others, mesh, zero1)
-    devices = math.prod(mesh.shape[axis] for axes, _ in found.routes[0] for axis in axes)
-    return found, sizes, found.number // devices
+        exchange = plan([variable] * 3 + others, mesh, zero1)
+    devices = math.prod(mesh.shape[axis] for axes, _ in exchange.routes[0] for axis in axes)
+    return exchange, sizes, exchange.number // devices
 
 
 def newton_schulz_flops(work: Workload) -> float:

@@ -79,8 +79,8 @@ class Unit:
     def kept_columns(self, names: frozenset[str]) -> tuple[int, int]:
         """Widths of the outputs with these names: those cut over tensor, and replicated ones."""
         cut = [width for one in self.widths for name, width in one.stored.items() if name in names]
-        whole = [w for one in self.widths for name, w in one.replicated.items() if name in names]
-        return sum(cut), sum(whole)
+        full = [w for one in self.widths for name, w in one.replicated.items() if name in names]
+        return sum(cut), sum(full)
 
     def total(self, name: str) -> int:
         """Sum of one of the `Widths` of all mixers."""

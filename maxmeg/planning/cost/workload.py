@@ -35,7 +35,7 @@ from maxmeg.planning.cost.unit import Unit
 from maxmeg.weights.fused import can_fuse
 from maxmeg.weights.transforms import elements
 
-HOW = ("context_strategy", "context_inner")  # of mixers, in ParallelConfig
+CONTEXT_SETTINGS = ("context_strategy", "context_inner")  # of mixers, in ParallelConfig
 ITEMSIZE = {DType.float32: 4, DType.bfloat16: 2, DType.float16: 2}
 
 
@@ -44,7 +44,7 @@ class Shard:
     """Number of elements of a parameter on a device.
 
     stored: of its master. computed: of its copy in the compute dtype, under ZeRO-1 gathered,
-    cut to one key/value head if there are fewer of them than tensor. whole: of that copy
+    cut to one key/value head if there are fewer of them than tensor. gathered: of that copy
     gathered over fsdp, along these mesh axes. zero1_axes: its gradient is scattered over these
     mesh axes. sum_axes: its gradient is summed over these. fused: it is part of a weight of several
     projections; first_fused: its first part, or a weight by itself. variable: of the shape that it
@@ -55,7 +55,7 @@ class Shard:
     variable: nnx.Variable = dataclasses.field(compare=False)
     stored: int
     computed: int
-    whole: int
+    gathered: int
     fsdp: tuple[str, ...]
     zero1_axes: tuple[str, ...]
     sum_axes: tuple[str, ...]
@@ -81,7 +81,8 @@ class Lanes:
 @dataclasses.dataclass(frozen=True)
 class Workload:
     """A config on its devices. samples: samples of a microbatch on a device. places: number of
-    units of each group that a chunk has memory for. held: number that the busiest chunk runs.
+    units of each group that a chunk has memory for. unit_runs: number that the busiest
+    chunk runs.
     device: the GPU, which decides the kernels. length: tokens of a sequence; of an encoder-decoder
     those of the target, or of the side that a unit is of (`of`)."""
 
@@ -90,7 +91,7 @@ class Workload:
     microbatches: int
     samples: int
     places: tuple[int, ...]
-    held: tuple[int, ...]
+    unit_runs: tuple[int, ...]
     units: tuple[Unit, ...]
     shards: tuple[Shard, ...]
     lanes: Lanes
@@ -106,7 +107,7 @@ class Workload:
     @property
     def layers_of_chunk(self) -> int:
         """Number of layers that the busiest chunk runs."""
-        return sum(u.layers * held for u, held in zip(self.units, self.held, strict=True))
+        return sum(u.layers * runs for u, runs in zip(self.units, self.unit_runs, strict=True))
 
     @property
     def tokens(self) -> int:
@@ -174,7 +175,7 @@ class Workload:
         return self.axes["pipe"] > 1
 
     @property
-    def kept(self) -> frozenset[str]:
+    def saved(self) -> frozenset[str]:
         """Names of the stored activations; empty under full recomputation."""
         return kept_names(self.config.model.recompute)
 
@@ -219,9 +220,9 @@ class Workload:
         return self.itemsize * model.hidden_size * (source + target) // tensor + 4 * biases
 
     @property
-    def unkept(self) -> frozenset[str]:
+    def unsaved(self) -> frozenset[str]:
         """Outputs of products that are recomputed though selective recomputation keeps them."""
-        return POLICIES["selective"] - self.kept
+        return POLICIES["selective"] - self.saved
 
     @property
     def offloaded(self) -> frozenset[str]:
@@ -233,8 +234,8 @@ class Workload:
         """The workload with nothing in host memory."""
         optim = dataclasses.replace(self.config.optim, offload=False)
         config = dataclasses.replace(self.config, optim=optim)
-        kept = ",".join(sorted(self.kept)) or "full"
-        return dataclasses.replace(self, config=config).with_recompute(kept)
+        policy = ",".join(sorted(self.saved)) or "full"
+        return dataclasses.replace(self, config=config).with_recompute(policy)
 
     def with_recompute(self, policy: str) -> "Workload":
         model = dataclasses.replace(self.config.model, recompute=policy)
@@ -242,10 +243,10 @@ class Workload:
 
 
 @functools.lru_cache(maxsize=64)
-def _units(key: frozenset, tensor: int, how: frozenset, ratio: float) -> tuple[Unit, ...]:
-    """The repeated unit of each group of the stack. how: fields of ParallelConfig. ratio: as in
-    `Unit`."""
-    model, parallel = with_fields(ModelConfig(), dict(key)), ParallelConfig(**dict(how))
+def _units(key: frozenset, tensor: int, settings: frozenset, ratio: float) -> tuple[Unit, ...]:
+    """The repeated unit of each group of the stack. settings: fields of ParallelConfig. ratio:
+    as in `Unit`."""
+    model, parallel = with_fields(ModelConfig(), dict(key)), ParallelConfig(**dict(settings))
     return tuple(
         Unit(repeats, len(layers), specs, tensor, ratio)
         for (layers, _), (specs, repeats) in zip(
@@ -284,17 +285,17 @@ def workload(config: Config, num_devices: int, device: Device | None = None) -> 
     samples = config.train.micro_batch_size or config.train.global_batch_size // shards
     microbatches = config.train.global_batch_size // (samples * shards)
     parallel, key = config.parallel, architecture_key(model)
-    how = frozenset((name, getattr(parallel, name)) for name in HOW)
+    settings = frozenset((name, getattr(parallel, name)) for name in CONTEXT_SETTINGS)
     target, source = config.data.sequence_length, config.data.source_tokens
-    blocks = _units(key, parallel.tensor, how, source / target)
+    blocks = _units(key, parallel.tensor, settings, source / target)
     counts = units_of_chunks(model, parallel, tuple(unit.weights for unit in blocks))
     chunks = _units_of_groups(tuple(unit.repeats for unit in blocks), parallel.pipe, counts)
     places = tuple(max(numbers) for numbers in zip(*chunks, strict=True))
     stored = tuple(number * parallel.chunks for number in places)
     sizes = [unit.multiply_adds(source if unit.reads_source else target) for unit in blocks]
 
-    def load(held: tuple[int, ...]) -> int:
-        return sum(number * size for number, size in zip(held, sizes, strict=True))
+    def load(runs: tuple[int, ...]) -> int:
+        return sum(number * size for number, size in zip(runs, sizes, strict=True))
 
     vocabulary, over = (
         model.padded_vocab_size(parallel.tensor, parallel.pipe),
@@ -343,21 +344,21 @@ def _shards(
         if over_context:
             shard_over_context(variable)
         names = storage_axes(variable, mesh, zero1)
-        used = {name for dim in names for name in dim}
+        sharded = {name for dim in names for name in dim}
         place = reduction(variable, mesh, zero1)
-        stored = math.prod(shape) // math.prod(mesh.shape[name] for name in used)
+        stored = math.prod(shape) // math.prod(mesh.shape[name] for name in sharded)
         computed = elements(place, stored, mesh)
-        gathered = info(variable).fsdp_axes if "embed" in parameter.axes else ()
-        gathered = tuple(axis for axis in gathered if mesh.shape[axis] > 1)
-        whole = computed * math.prod(mesh.shape[axis] for axis in gathered)
+        fsdp = info(variable).fsdp_axes if "embed" in parameter.axes else ()
+        fsdp = tuple(axis for axis in fsdp if mesh.shape[axis] > 1)
+        gathered = computed * math.prod(mesh.shape[axis] for axis in fsdp)
         summed = place.sum_axes if info(variable).is_trained else ()
         left = (name for name in summed if mesh.shape[name] > 1)
         sums = tuple("tensor" if name == "fold" else name for name in left)
         if parameter.projections is not None:
             groups[parameter.projections].append((len(shards), variable, place.cut))
-        sizes = parameter, variable, stored, computed, whole
+        sizes = parameter, variable, stored, computed, gathered
         scattered = place.cut.axes if place.cut is not None else ()
-        shards.append(Shard(*sizes, gathered, scattered, sums))
+        shards.append(Shard(*sizes, fsdp, scattered, sums))
     for group in groups.values():
         numbers, variables, cuts = zip(*group, strict=True)
         if can_fuse(variables, set(cuts), mesh, multiple):

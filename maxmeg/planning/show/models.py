@@ -18,8 +18,8 @@ def main(words: Sequence[str]) -> int:
         return 0
     names = [name for name in ARCHITECTURES if not words or any(word in name for word in words)]
     if not names:
-        near = nearest_few(words[0], list(ARCHITECTURES))
-        raise ValueError(f"no architecture is named {' or '.join(words)}: did you mean {near}?")
+        nearest = nearest_few(words[0], list(ARCHITECTURES))
+        raise ValueError(f"no architecture is named {' or '.join(words)}: did you mean {nearest}?")
     numbers = num_parameters()
     lines = [_line("name", "parameters", "active", "layers", "context")]
     for name in names:

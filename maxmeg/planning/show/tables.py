@@ -70,9 +70,9 @@ def activations(report: Analytic) -> Table:
 
 def step_time(report: Analytic) -> Table:
     """The parts of a step's time."""
-    durations, whole = times(report), max(report.step_seconds, 1e-12)
+    durations, total = times(report), max(report.step_seconds, 1e-12)
     rows: list[list] = [
-        [n, durations[n], part / whole] for n, part in parts_of_step(report).items()
+        [n, durations[n], part / total] for n, part in parts_of_step(report).items()
     ]
     return Table(["", "", ""], [*rows, _bold("step", durations["step"], "")], "lnf")
 

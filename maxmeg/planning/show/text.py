@@ -119,8 +119,8 @@ def experts_words(config: Config, sizes: dict[str, int]) -> str:
     )
     words += f", width {model.expert_ffn}, {model.moe.num_experts // devices} per GPU"
     if sizes["tensor"] > 1:
-        whole = parallel.expert_tensor == 1
-        words += ", each on one GPU" if whole else f", each over tensor {sizes['tensor']}"
+        is_whole = parallel.expert_tensor == 1
+        words += ", each on one GPU" if is_whole else f", each over tensor {sizes['tensor']}"
     if devices > 1:
         kind = parallel.expert_exchange.name.replace("_", "-").replace("auto", "all-to-all")
         words += f"; {kind}"
@@ -129,8 +129,8 @@ def experts_words(config: Config, sizes: dict[str, int]) -> str:
         nodes = parallel.nodes_of_experts(model.moe.num_groups)
         words += f", once to each of {nodes} nodes" if nodes > 1 else ""
     if model.moe.capacity_factor:
-        kept = "padded to" if model.moe.pad_to_capacity else "dropped beyond"
-        words += f"; {kept} {model.moe.capacity_factor:g} times the mean load"
+        limit = "padded to" if model.moe.pad_to_capacity else "dropped beyond"
+        words += f"; {limit} {model.moe.capacity_factor:g} times the mean load"
     return words
 
 
@@ -204,11 +204,14 @@ def schedule_title(table: Table) -> str:
 def schedule_facts(table: Table) -> list[tuple[str, str]]:
     """(name, text) of the schedule: ticks, bubble, live activations."""
     idle, in_flight = bubble(table), live(table)
-    on = ", ".join(f"{count} {name}" for name, count in idle.ticks.items())
+    counts = ", ".join(f"{count} {name}" for name, count in idle.ticks.items())
     terms = [f"{part:.4g} {name}" for part, name in zip(idle.lost, "FBW", strict=True) if part]
     lost = " + ".join(terms) or "nothing"
     over = f"{idle.fraction:.1%} over the ideal where F = B = W; idle per stage: {lost}"
-    facts = [("schedule", f"{schedule_title(table)}, {table.ticks} ticks: {on}"), ("bubble", over)]
+    facts = [
+        ("schedule", f"{schedule_title(table)}, {table.ticks} ticks: {counts}"),
+        ("bubble", over),
+    ]
     if any(in_flight):
         each = " ".join(str(count) for count in in_flight)
         unit = "microbatches" if table.chunks == 1 else "chunks of microbatches"
