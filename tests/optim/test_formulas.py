@@ -18,8 +18,8 @@ from maxmeg.config.optimizers import (
     SoapConfig,
 )
 from maxmeg.config.schema import OptimConfig, Optimizer
+from maxmeg.ops.newton_schulz import COEFFICIENTS
 from maxmeg.optim.build import make_optimizer
-from maxmeg.optim.muon import COEFFICIENTS
 from maxmeg.parallel.parameter import annotate, parameter
 
 RATE, DECAY = 0.1, 0.5

@@ -9,11 +9,11 @@ import pytest
 from layouts import tiny
 from test_formulas import ITERATED, MUON, iterated
 
-from maxmeg.config.model import DType
 from maxmeg.config.optimizers import MuonConfig, NewtonSchulz
 from maxmeg.layers.lora import linears
 from maxmeg.models.lm import language_model
-from maxmeg.optim.muon import COEFFICIENTS, newton_schulz, orthogonalized
+from maxmeg.ops.newton_schulz import COEFFICIENTS, coefficients, newton_schulz
+from maxmeg.optim.muon import orthogonalized
 from maxmeg.parallel.parameter import info, parameter
 
 BFLOAT16 = 0.05  # of numbers up to 1: five iterations of products of three rounded matrices
@@ -23,9 +23,8 @@ BFLOAT16 = 0.05  # of numbers up to 1: five iterations of products of three roun
 @pytest.mark.parametrize("name", NewtonSchulz)
 def test_iterations_act_on_singular_values(name, shape):
     sets = COEFFICIENTS[name]
-    config = MuonConfig(coefficients=name, steps=len(sets), dtype=DType.float32)
     x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
-    actual = np.asarray(jax.jit(lambda x: newton_schulz(x, config))(x))
+    actual = np.asarray(jax.jit(lambda x: newton_schulz(x, sets, "float32"))(x))
     expected = iterated(x, sets, len(sets))
     np.testing.assert_allclose(actual, expected, atol=ITERATED * np.abs(expected).max())
     assert 0.6 < np.linalg.svd(actual, compute_uv=False).mean() < 1.4
@@ -34,8 +33,8 @@ def test_iterations_act_on_singular_values(name, shape):
 def test_bfloat16_is_close_and_zero_stays_zero():
     x = np.float32(np.random.default_rng(0).normal(size=(2, 16, 8)))
     x[1] = 0
-    configs = MuonConfig(), MuonConfig(dtype=DType.float32)
-    rounded, exact = jax.jit(lambda x: [newton_schulz(x, config) for config in configs])(x)
+    steps, dtypes = coefficients(NewtonSchulz.quintic, 5), ("bfloat16", "float32")
+    rounded, exact = jax.jit(lambda x: [newton_schulz(x, steps, dtype) for dtype in dtypes])(x)
     assert rounded.dtype == jnp.float32
     np.testing.assert_allclose(rounded, exact, atol=BFLOAT16)
     assert not np.any(rounded[1])

@@ -12,8 +12,9 @@ from jax.sharding import AbstractMesh
 
 from maxmeg.config.schema import Masters, OptimConfig, Optimizer
 from maxmeg.config.setting import walk, with_fields
+from maxmeg.ops.newton_schulz import coefficients
 from maxmeg.optim.build import make_optimizer
-from maxmeg.optim.muon import coefficients, exchanged_over, parts
+from maxmeg.optim.muon import exchanged_over, parts
 from maxmeg.optim.soap import factored_sides
 from maxmeg.optim.storage import has_remainder
 from maxmeg.optim.trees import factor, is_matrix
@@ -136,7 +137,7 @@ def newton_schulz_flops(work: Workload) -> float:
     """FLOPs of a device's Newton-Schulz iterations in a step: of a matrix of m <= n, 4 m^2 n and,
     unless c is zero, 2 m^3 for each step."""
     muon = work.config.optim.muon
-    sets, total = coefficients(muon), 0.0
+    sets, total = coefficients(muon.coefficients, muon.steps), 0.0
     for shard in work.shards:
         if is_orthogonalized(work, shard):
             rows = shard.parameter.variable.shape[-2]
