@@ -32,9 +32,9 @@ def step() -> dict:
     from maxmeg.config.model import DType, ModelConfig
     from maxmeg.config.schema import Config, TrainConfig
     from maxmeg.config.setting import with_fields
+    from maxmeg.data.placement import local_rows, place_batch, place_flag
+    from maxmeg.inference.mesh import local_mesh
     from maxmeg.optim.build import make_optimizer
-    from maxmeg.parallel.mesh import local_mesh
-    from maxmeg.parallel.placement import local_rows, place_batch, place_flag
     from maxmeg.state import abstract_state
     from maxmeg.step import make_train_step
 

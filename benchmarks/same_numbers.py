@@ -35,7 +35,7 @@ from maxmeg.config.mixers import AttentionBackend
 from maxmeg.config.schema import Config
 from maxmeg.config.setting import with_fields
 from maxmeg.config.validate import validate
-from maxmeg.parallel.placement import place_batch, place_flag
+from maxmeg.data.placement import place_batch, place_flag
 from maxmeg.planning.compile import compile_report
 from maxmeg.program import Program
 

@@ -32,8 +32,9 @@ from maxmeg.inference.adapters import with_adapters
 from maxmeg.inference.engine import Engine, with_former_names
 from maxmeg.inference.language_model import LanguageModel
 from maxmeg.inference.load import load_run, with_longrope, without_pipeline
+from maxmeg.inference.mesh import local_mesh
 from maxmeg.objectives.objective import Objective, TargetLoss, objective_of
-from maxmeg.parallel.mesh import local_mesh, make_mesh
+from maxmeg.parallel.mesh import make_mesh
 from maxmeg.plan import Options, check_options, plan_for
 from maxmeg.planning.hardware import parse_cluster
 from maxmeg.planning.show.text import Plan

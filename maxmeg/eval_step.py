@@ -16,8 +16,8 @@ from maxmeg.objectives.microbatch import with_divisors
 from maxmeg.objectives.objective import Model, Objective
 from maxmeg.objectives.table import OBJECTIVES
 from maxmeg.ops.recipes import recipe_of
+from maxmeg.parallel.batch import batch_spec
 from maxmeg.parallel.mesh import TOKEN_AXES, batch_shards
-from maxmeg.parallel.placement import batch_spec
 from maxmeg.parallel.rules import reductions, storage_specs
 from maxmeg.parallel.spmd import spmd
 from maxmeg.parallel.trainable import joined

@@ -16,14 +16,9 @@ from maxmeg.config.options import Evaluate as Options
 from maxmeg.config.retro import Neighbours
 from maxmeg.config.validate import validate
 from maxmeg.data.batch_sizes import Origin
-from maxmeg.data.build import (
-    build_dataset,
-    cache_folder,
-    open_corpus,
-    read_whole,
-    samples_asked,
-)
+from maxmeg.data.build import build_dataset, cache_folder, open_corpus, read_whole, samples_asked
 from maxmeg.data.loader import eval_batches
+from maxmeg.data.placement import local_rows
 from maxmeg.data.samples.dataset import SPLITS
 from maxmeg.eval_step import make_eval_step
 from maxmeg.evals.harness import run_tasks
@@ -31,7 +26,6 @@ from maxmeg.evals.perplexity import accuracy_lines, mean_loss
 from maxmeg.evals.zero_shot import is_task, run_zero_shot
 from maxmeg.inference.load import Trained, load_chosen
 from maxmeg.optim.schedules import Schedules
-from maxmeg.parallel.placement import local_rows
 from maxmeg.processes import multihost
 from maxmeg.runtime.faults.out_of_memory import explains_out_of_memory
 from maxmeg.runtime.gpu_environment import set_gpu_environment

@@ -5,11 +5,11 @@ import numpy as np
 
 from maxmeg.config.schema import Config
 from maxmeg.config.validate import axis_sizes
+from maxmeg.data.placement import local_rows
 from maxmeg.eval_step import make_compute_copy, make_eval_step
 from maxmeg.objectives.objective import Objective, token_loss
 from maxmeg.optim.build import make_optimizer
 from maxmeg.parallel.mesh import make_mesh
-from maxmeg.parallel.placement import local_rows
 from maxmeg.runtime.faults.rerun import with_rerun
 from maxmeg.runtime.metrics.memory import CompiledStep, print_memory
 from maxmeg.state import abstract_state

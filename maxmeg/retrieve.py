@@ -21,7 +21,7 @@ import numpy as np
 
 from maxmeg.config.options import Retrieve as Options
 from maxmeg.inference.load import load_chosen
-from maxmeg.parallel.mesh import serving_mesh
+from maxmeg.inference.mesh import serving_mesh
 from maxmeg.processes import multihost
 from maxmeg.retrieval.embed import Searcher, recall
 from maxmeg.retrieval.index import faiss_search

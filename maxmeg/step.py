@@ -26,9 +26,8 @@ from maxmeg.optim.build import clip
 from maxmeg.optim.scaling import next_scaler, unscaled
 from maxmeg.optim.update import Parts, on_device, update
 from maxmeg.parallel import collectives, ordering
-from maxmeg.parallel.batch import Batch
+from maxmeg.parallel.batch import Batch, batch_spec
 from maxmeg.parallel.mesh import TOKEN_AXES, batch_shards
-from maxmeg.parallel.placement import batch_spec
 from maxmeg.parallel.spmd import spmd
 from maxmeg.parallel.trainable import fixed, frozen, joined, partition, saved, trained
 from maxmeg.pipeline.executor import run_pipeline

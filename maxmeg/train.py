@@ -25,6 +25,7 @@ from maxmeg.config.validate import batch_unit, resolve, validate
 from maxmeg.data import run_folder
 from maxmeg.data.batch_sizes import Origin
 from maxmeg.data.loader import eval_batches, train_loader
+from maxmeg.data.placement import place_batch, place_flag
 from maxmeg.data.resuming import record_order
 from maxmeg.data.sample_prompt import sample_prompt
 from maxmeg.data.source import Corpora, Source
@@ -35,7 +36,6 @@ from maxmeg.ops.attention.call import warn_of_xla
 from maxmeg.optim.schedules import Schedules
 from maxmeg.parallel.batch import Batch
 from maxmeg.parallel.mesh import sizes_of
-from maxmeg.parallel.placement import place_batch, place_flag
 from maxmeg.planning.compile import check_step
 from maxmeg.planning.remedies import planned_kernels, planned_memory
 from maxmeg.planning.show.text import memory_table

@@ -18,12 +18,12 @@ from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.schema import Config, TrainConfig
 from maxmeg.config.setting import with_fields
 from maxmeg.config.validate import axis_sizes, validate
+from maxmeg.data.placement import local_rows, place_batch, place_flag
 from maxmeg.models.lm import LM
 from maxmeg.objectives.objective import Objective
 from maxmeg.optim.build import make_optimizer
 from maxmeg.parallel.batch import Batch
 from maxmeg.parallel.mesh import make_mesh
-from maxmeg.parallel.placement import local_rows, place_batch, place_flag
 from maxmeg.state import abstract_state
 from maxmeg.step import make_gradients
 

@@ -14,10 +14,10 @@ from maxmeg import train
 from maxmeg.checkpoint.resume import Start
 from maxmeg.config import files
 from maxmeg.config.schema import Config
+from maxmeg.data.placement import LocalRows
 from maxmeg.evals.perplexity import StopRequested, mean_loss
 from maxmeg.optim.schedules import Schedules
 from maxmeg.parallel.mesh import MESH_AXES
-from maxmeg.parallel.placement import LocalRows
 from maxmeg.processes import multihost
 from maxmeg.runtime.faults.signals import Interrupt
 from maxmeg.runtime.faults.watchdog import Watchdog

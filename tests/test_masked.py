@@ -30,12 +30,12 @@ from maxmeg.config.parallel import Schedule
 from maxmeg.config.schema import Config
 from maxmeg.data.build import build_dataset
 from maxmeg.data.masked.bert import BertDataset
+from maxmeg.data.placement import local_rows, place_batch
 from maxmeg.data.resuming import record_order, warn_of_order
 from maxmeg.data.tokenizers.load import load_tokenizer
 from maxmeg.layers.context import Context
 from maxmeg.models.mixers import pattern
 from maxmeg.objectives.masked import MASKED
-from maxmeg.parallel.placement import local_rows, place_batch
 from maxmeg.planning.cost.flops import training_flops
 
 TOLERANCE = 1e-5  # relative, float32: the order of sums differs

@@ -20,13 +20,13 @@ from gpu_parts.timing import Model, sizes
 from maxmeg.checkpoint.disk import orders_of, to_tree
 from maxmeg.checkpoint.manager import Checkpointer
 from maxmeg.checkpoint.resume import restore
+from maxmeg.inference.mesh import local_mesh
 from maxmeg.ops import block_matmul, chunk_scan
 from maxmeg.ops.attention import call as attention
 from maxmeg.ops.cross_entropy import call as cross_entropy
 from maxmeg.ops.decode_attention import call as decode_attention
 from maxmeg.ops.experts import grouped_matmul
 from maxmeg.optim.build import make_optimizer
-from maxmeg.parallel.mesh import local_mesh
 from maxmeg.state import abstract_state
 
 pytestmark = pytest.mark.gpu

@@ -106,9 +106,9 @@ def update_alone(config, state) -> Callable:
     import jax
     import jax.numpy as jnp
 
+    from maxmeg.inference.mesh import local_mesh
     from maxmeg.optim.build import clip, make_optimizer
     from maxmeg.optim.update import Parts, update
-    from maxmeg.parallel.mesh import local_mesh
     from maxmeg.parallel.trainable import frozen, joined, saved
 
     mesh = local_mesh()

@@ -29,9 +29,9 @@ def loaded(served: Served, is_unrolled: bool):
 
     from maxmeg.data.tokenizers.load import load_tokenizer
     from maxmeg.inference.load import Trained, cast
+    from maxmeg.inference.mesh import local_mesh
     from maxmeg.models.lm import language_model
     from maxmeg.optim.build import make_optimizer
-    from maxmeg.parallel.mesh import local_mesh
     from maxmeg.state import abstract_state
 
     config, mesh = run_config(served.model, 1, "minimal"), local_mesh()

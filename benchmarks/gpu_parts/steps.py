@@ -34,9 +34,9 @@ def make_run(config):
     import numpy as np
 
     from maxmeg.checkpoint.initialize import create_state
+    from maxmeg.data.placement import local_rows, place_batch, place_flag
+    from maxmeg.inference.mesh import local_mesh
     from maxmeg.optim.build import make_optimizer
-    from maxmeg.parallel.mesh import local_mesh
-    from maxmeg.parallel.placement import local_rows, place_batch, place_flag
     from maxmeg.state import abstract_state
     from maxmeg.step import make_train_step
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from maxmeg.parallel.placement import LocalRows, place_batch
+from maxmeg.data.placement import LocalRows, place_batch
 
 
 class MeanLoss(NamedTuple):

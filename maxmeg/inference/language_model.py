@@ -36,13 +36,14 @@ from maxmeg.inference.classification import Text, class_probabilities, logits
 from maxmeg.inference.embeddings import Embedder, Pooling, embedders
 from maxmeg.inference.engine import Engine
 from maxmeg.inference.load import Trained, cast
+from maxmeg.inference.mesh import local_mesh
 from maxmeg.inference.programs import jitted
 from maxmeg.inference.prompts import encoded
 from maxmeg.inference.requests import Request, check_alone, check_ids
 from maxmeg.inference.sampling import Sampling
 from maxmeg.layers.context import Context
 from maxmeg.models.lm import LM, language_model
-from maxmeg.parallel.mesh import local_mesh, sizes_of
+from maxmeg.parallel.mesh import sizes_of
 from maxmeg.parallel.rules import storage_specs
 from maxmeg.parallel.trainable import trained
 from maxmeg.planning.cost.parameters import num_parameters

@@ -29,9 +29,10 @@ from maxmeg.data.samples.aligned import start_token
 from maxmeg.data.tokenizers.load import load_tokenizer
 from maxmeg.data.tokenizers.tokenizer import Tokenizer
 from maxmeg.hf.folder import open_checkpoints
+from maxmeg.inference.mesh import local_mesh
 from maxmeg.models.lm import LM
 from maxmeg.optim.build import make_optimizer
-from maxmeg.parallel.mesh import local_mesh, make_mesh, sizes_of
+from maxmeg.parallel.mesh import make_mesh, sizes_of
 from maxmeg.parallel.parameter import info, is_variable
 from maxmeg.parallel.trainable import fixed, joined, part, saved, trained
 from maxmeg.state import abstract_state

@@ -4,6 +4,9 @@ import dataclasses
 import typing
 
 import jax
+from jax.sharding import PartitionSpec as P
+
+from maxmeg.parallel.mesh import BATCH_AXES, CONTEXT_AXES
 
 
 @jax.tree_util.register_dataclass
@@ -39,3 +42,9 @@ class Batch:
         fields = {name: array for name, array in arrays.items() if name in names}
         extra = {name: array for name, array in arrays.items() if name not in names}
         return cls(**fields, extra=extra)
+
+
+def batch_spec(num_dims: int) -> P:
+    """PartitionSpec of a batch array [microbatch, sample, token, ...] of `num_dims` dimensions:
+    samples are sharded over the batch axes, tokens over context."""
+    return P(*(None, BATCH_AXES, CONTEXT_AXES)[:num_dims])

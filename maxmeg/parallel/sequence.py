@@ -4,7 +4,7 @@ Two orders of the tokens along context: Megatron-LM's, in which every device has
 sequence (`SequenceShard`), and one by row, in which the owners of more and shorter chunks are
 chosen so that all devices have equal parts of the attention inside the documents of the row.
 
-Letters not in the legend: C chunks of a row, R rows.
+Letter not in the legend: C chunks of a row.
 """
 
 import dataclasses
@@ -58,42 +58,6 @@ def context_order(whole_length: int, context_size: int) -> np.ndarray:
     """The place of every token, in the order of the ranks along context."""
     pieces = (SequenceShard(whole_length, context_size, rank) for rank in range(context_size))
     return np.concatenate([piece.places(np.arange(piece.length)) for piece in pieces])
-
-
-def chunk_areas(segments_RL: np.ndarray, count: int) -> np.ndarray:
-    """Number of pairs of a query and a key in each of `count` equal chunks [R, C] of rows, under
-    causal attention inside documents, which `segments_RL` numbers."""
-    rows, length = segments_RL.shape
-    index_L = np.arange(length)
-    is_first_RL = np.ones((rows, length), bool)
-    is_first_RL[:, 1:] = segments_RL[:, 1:] != segments_RL[:, :-1]
-    first_RL = np.maximum.accumulate(np.where(is_first_RL, index_L, 0), axis=1)
-    return (index_L - first_RL + 1).reshape(rows, count, -1).sum(-1)
-
-
-def balanced_chunks(areas_RC: np.ndarray, context_size: int) -> np.ndarray:
-    """The chunks [R, C] of each row in the order of the ranks along context, equally many each.
-
-    Each rank's chunks ascend. Chunks in order of falling area go to the rank with the least area
-    that still has room (Graham's rule).
-    """
-    rows, count = areas_RC.shape
-    every_R, room = np.arange(rows), count // context_size
-    owner_RC = np.empty((rows, count), int)
-    area_RN, counts_RN = np.zeros((2, rows, context_size))
-    for chunk_R in np.argsort(-areas_RC, axis=1, kind="stable").T:
-        rank_R = np.argmin(np.where(counts_RN < room, area_RN, np.inf), axis=1)
-        owner_RC[every_R, chunk_R] = rank_R
-        area_RN[every_R, rank_R] += areas_RC[every_R, chunk_R]
-        counts_RN[every_R, rank_R] += 1
-    return np.argsort(owner_RC, axis=1, kind="stable").astype(np.int32)
-
-
-def imbalance(areas_RC: np.ndarray, chunks_RC: np.ndarray, context_size: int) -> np.ndarray:
-    """Area of the busiest rank over the mean [R], if ranks own chunks in this order."""
-    ordered_RC = np.take_along_axis(areas_RC, chunks_RC, axis=1)
-    area_RN = ordered_RC.reshape(len(areas_RC), context_size, -1).sum(-1)
-    return area_RN.max(axis=1) / area_RN.mean(axis=1)
 
 
 def chunk_places(chunks: Index, length: int) -> Index:

@@ -23,10 +23,10 @@ from maxmeg.config import files
 from maxmeg.config.data import HAS_TEXT, Objective
 from maxmeg.config.schema import Config
 from maxmeg.config.validate import axis_sizes, validate
+from maxmeg.data.placement import LocalRows
 from maxmeg.optim.build import make_optimizer
-from maxmeg.parallel.batch import Batch
+from maxmeg.parallel.batch import Batch, batch_spec
 from maxmeg.parallel.mesh import MESH_AXES, batch_shards, make_mesh, sizes_of
-from maxmeg.parallel.placement import LocalRows, batch_spec
 from maxmeg.planning import absent, hlo
 from maxmeg.planning.hardware import cluster, parse_cluster
 from maxmeg.planning.report import Collective, Compiled

@@ -10,7 +10,7 @@ from maxmeg.inference.adapters import named_folders, with_adapters
 from maxmeg.inference.engine import Engine
 from maxmeg.inference.followers import Leader
 from maxmeg.inference.load import Trained, load_chosen
-from maxmeg.parallel.mesh import serving_mesh
+from maxmeg.inference.mesh import serving_mesh
 from maxmeg.server.app import make_app
 from maxmeg.server.encoder import EncoderWorker, ServedEncoder, check_options, make_encoder_app
 from maxmeg.server.journal import Journal

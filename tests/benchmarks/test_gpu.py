@@ -19,7 +19,7 @@ ABSENT += ["tiktoken", "tokenizers", "wandb", "zstandard"]
 PLANTED = {"grain": "import grain", "rich": "def f():\n    import rich\nf()"}
 MODULES = ["maxmeg.config.schema", "maxmeg.config.architectures", "maxmeg.ops.attention.call"]
 MODULES += ["maxmeg.optim.build", "maxmeg.planning.cost.flops", "maxmeg.planning.hardware"]
-MODULES += ["maxmeg.parallel.placement", "maxmeg.state", "maxmeg.step", "maxmeg.layers.moe"]
+MODULES += ["maxmeg.data.placement", "maxmeg.state", "maxmeg.step", "maxmeg.layers.moe"]
 MODULES += ["maxmeg.checkpoint.initialize", "maxmeg.inference.engine"]
 MODULES += [
     "maxmeg.ops.cross_entropy.call",

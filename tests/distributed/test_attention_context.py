@@ -10,12 +10,12 @@ from jax.sharding import PartitionSpec as P
 from ops.attention_cases import Case, arrays_of, dropout_factors
 from ops.attention_cases import expected as attention_in_numpy
 
+from maxmeg.data.placement import in_context_order
 from maxmeg.distributed.attention.context import ContextCall, attention_over_context
 from maxmeg.distributed.attention.context_choice import ContextStrategy
 from maxmeg.distributed.attention.rounds import KeyValueExpansion
 from maxmeg.ops.attention.spec import AttentionDropout, Operands, ScoreSpec
 from maxmeg.parallel.mesh import AXES, CONTEXT_AXES, make_mesh
-from maxmeg.parallel.placement import in_context_order
 from maxmeg.parallel.spmd import spmd
 
 TOLERANCE = 1e-6  # of the largest value, float32

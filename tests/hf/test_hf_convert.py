@@ -42,9 +42,9 @@ from maxmeg.hf import convert, trained
 from maxmeg.hf.families import read as families
 from maxmeg.hf.formats.safetensors import SafetensorsFolder
 from maxmeg.inference.load import load_run
+from maxmeg.inference.mesh import local_mesh
 from maxmeg.inference.requests import check_ids
 from maxmeg.layers import lora
-from maxmeg.parallel.mesh import local_mesh
 
 BLOCK_BYTES = 1 << 20
 GROWTH_BYTES = 8 << 20  # of peak memory: less than one layer has

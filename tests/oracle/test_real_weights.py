@@ -30,13 +30,13 @@ from maxmeg.data.build import build_dataset, open_corpus
 from maxmeg.data.chat.ends import end_tokens
 from maxmeg.data.chat.template import load_chat_template
 from maxmeg.data.loader import eval_batches
+from maxmeg.data.placement import local_rows
 from maxmeg.eval_step import make_eval_step
 from maxmeg.evals.perplexity import mean_loss
 from maxmeg.inference.engine import Engine
 from maxmeg.inference.load import Trained, load_run
 from maxmeg.inference.requests import Request
 from maxmeg.inference.sampling import Sampling
-from maxmeg.parallel.placement import local_rows
 from maxmeg.parallel.trainable import frozen
 
 LOSS = 1e-4  # relative

@@ -1,23 +1,12 @@
-"""Groups of the mesh, and which rows of a batch each process reads."""
+"""Groups of the mesh."""
 
 import jax
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
 
 from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.validate import axis_sizes
-from maxmeg.parallel.mesh import (
-    AXES,
-    EXPERT_AXES,
-    MESH_AXES,
-    TENSOR_AXES,
-    local_mesh,
-    make_mesh,
-    serving_mesh,
-    sizes_of,
-)
-from maxmeg.parallel.placement import LocalRows, batch_spec, local_rows, place, place_flag
+from maxmeg.parallel.mesh import AXES, EXPERT_AXES, MESH_AXES, TENSOR_AXES, make_mesh
 
 
 def mesh_with(**sizes: int):
@@ -72,43 +61,3 @@ def test_experts_that_are_cut_less_than_the_model():
 def test_a_wrong_number_of_devices_is_refused():
     with pytest.raises(ValueError, match="needs 3 devices, but there are 8"):
         make_mesh(dict.fromkeys(AXES, 1) | {"tensor": 3})
-    with pytest.raises(ValueError, match=r"tensor=9 must lie in 1\.\.8"):
-        local_mesh(9)
-
-
-def test_replicas_fill_the_devices_of_several_processes(monkeypatch):
-    assert sizes_of(serving_mesh(2, 1, 0)) == dict.fromkeys(AXES, 1) | {"tensor": 2}
-    mesh = serving_mesh(1, 2, 3)
-    assert sizes_of(mesh) == dict.fromkeys(AXES, 1) | {"expert": 2, "data": 3}
-    with pytest.raises(ValueError, match=r"= 12 devices, but the process has 8: choose smaller"):
-        serving_mesh(2, 2, 3)
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    assert groups(serving_mesh(2, 2, 0), "data") == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    for sizes in ((2, 1, 2), (3, 1, 0)):
-        with pytest.raises(ValueError, match="the 2 processes have 8: choose sizes whose product"):
-            serving_mesh(*sizes)
-
-
-@pytest.mark.parametrize("micro_batch_size", [0, 1, 3])
-@pytest.mark.parametrize("shards", [1, 2, 4])
-def test_processes_divide_a_batch(shards, micro_batch_size):
-    size = 24
-    microbatches = LocalRows(shards, (0,), micro_batch_size).microbatches(size)
-    parts = [LocalRows(shards, (shard,), micro_batch_size)(size) for shard in range(shards)]
-    assert sorted(np.concatenate(parts)) == list(range(size))
-    each = size // shards // microbatches
-    for shard, rows in enumerate(parts):  # microbatch-major, rank-minor
-        expected = [m * each * shards + shard * each for m in range(microbatches)]
-        assert rows.reshape(microbatches, each)[:, 0].tolist() == expected
-        assert (np.diff(rows.reshape(microbatches, each), axis=1) == 1).all()
-
-
-def test_batch_lies_as_its_spec_says():
-    mesh = mesh_with(data=2, fsdp=2, tensor=2)
-    rows = local_rows(mesh, 2)
-    assert rows.owned == (0, 1, 2, 3) and rows.microbatches(16) == 2
-    values = np.arange(16 * 3).reshape(16, 3)
-    placed = place(values[rows(16)], rows, mesh, 16)
-    assert placed.sharding == NamedSharding(mesh, batch_spec(3))
-    np.testing.assert_array_equal(placed, values.reshape(2, 8, 3))
-    assert int(place_flag(True, mesh).sum()) == 8 and not place_flag(False, mesh).any()

@@ -7,18 +7,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from maxmeg.data.prepare.standard_library import source_files
+from maxmeg.data.placement import local_rows, place_batch
 from maxmeg.layers.context import Context
+from maxmeg.parallel.batch import batch_spec
 from maxmeg.parallel.mesh import AXES, CONTEXT_AXES, TENSOR_AXES, make_mesh
-from maxmeg.parallel.placement import batch_spec, in_context_order, local_rows, place_batch
-from maxmeg.parallel.sequence import (
-    SequenceShard,
-    balanced_chunks,
-    chunk_areas,
-    chunk_places,
-    context_order,
-    imbalance,
-)
+from maxmeg.parallel.sequence import SequenceShard, context_order
 from maxmeg.parallel.spmd import spmd
 
 
@@ -69,42 +62,3 @@ def test_layers_know_the_tokens_that_placement_gave_them(chunks):
         np.testing.assert_array_equal(expected, whole[:2, context_order(16, 2)])
     for actual in jax.tree.leaves(jax.jit(out)(batch.positions, batch.chunks)):
         np.testing.assert_array_equal(np.broadcast_to(actual, expected.shape), expected)
-
-
-def documents_of_files(length: int) -> np.ndarray:
-    """Rows of documents without padding, as long as the files of Python's standard library: a token
-    for each four bytes."""
-    tokens = [path.stat().st_size // 4 + 1 for path in source_files()]
-    number_N = np.repeat(np.arange(len(tokens)), tokens)
-    return number_N[: number_N.size // length * length].reshape(-1, length)
-
-
-def test_owners_of_chunks_have_equal_parts_of_the_attention():
-    context, length = 8, 2**15
-    segments = documents_of_files(length)
-    pairs = np.broadcast_to(context_order(2 * context, context), (len(segments), 2 * context))
-    before = imbalance(chunk_areas(segments, 2 * context), pairs, context)
-    assert before.mean() > 1.3
-    areas = chunk_areas(segments, 8 * context)
-    owners = balanced_chunks(areas, context)
-    after = imbalance(areas, owners, context)
-    assert after.mean() <= 1.01 and after.max() <= 1.05
-    assert (np.diff(owners.reshape(-1, context, 8), axis=2) > 0).all()
-    assert (np.sort(owners, axis=1) == np.arange(8 * context)).all()
-
-
-def test_areas_are_pairs_of_tokens_of_one_document():
-    segments = np.array([[1, 1, 1, 2, 2, 1, 0, 0], [5, 5, 5, 5, 5, 5, 5, 5]])
-    assert chunk_areas(segments, 4).tolist() == [[3, 4, 3, 3], [3, 7, 11, 15]]
-    assert chunk_places(np.array([[0, 3], [1, 2]]), 2).tolist() == [[0, 1, 6, 7], [2, 3, 4, 5]]
-
-
-def test_extra_arrays_come_along():
-    """Arrays of tokens, of any number of dimensions, in their order; others as they are."""
-    tokens, number = np.arange(12).reshape(1, 12), np.array([7])
-    arrays = {"tokens": tokens, "vectors": np.stack((tokens, -tokens), axis=-1), "number": number}
-    for chunks in (0, 2):
-        ordered = in_context_order(arrays, 2, chunks)
-        assert sorted(ordered["tokens"][0]) == list(range(12)) and ordered["number"] is number
-        np.testing.assert_array_equal(ordered["vectors"][..., 1], -ordered["tokens"])
-    assert in_context_order(arrays, 1, 0) is arrays

@@ -11,10 +11,11 @@ import numpy as np
 from maxmeg.config.schema import Config
 from maxmeg.config.validate import resolve, validate
 from maxmeg.data.build import open_corpus, open_split, samples_asked, split_weights
+from maxmeg.data.placement import balanced_chunks, chunk_areas, imbalance
 from maxmeg.data.samples.dataset import SPLITS, Dataset, RecordedDataset, Use
 from maxmeg.data.tokenizers.tokenizer import Tokenizer
 from maxmeg.optim.schedules import Schedules
-from maxmeg.parallel.sequence import balanced_chunks, chunk_areas, context_order, imbalance
+from maxmeg.parallel.sequence import context_order
 
 logger = logging.getLogger("maxmeg")
 _FEW_DOCUMENTS = 20  # a split with fewer documents is reported

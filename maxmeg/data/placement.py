@@ -1,4 +1,7 @@
-"""Rows of a batch on each host -> arrays sharded over the mesh."""
+"""Rows of a batch in each process -> arrays sharded over the mesh.
+
+Letters not in the legend: C chunks of a row, R rows.
+"""
 
 import dataclasses
 
@@ -7,15 +10,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxmeg.parallel.batch import Batch
-from maxmeg.parallel.mesh import BATCH_AXES, CONTEXT_AXES, MESH_AXES, batch_shards
-from maxmeg.parallel.sequence import balanced_chunks, chunk_areas, chunk_places, context_order
-
-
-def batch_spec(num_dims: int) -> P:
-    """PartitionSpec of a batch array [microbatch, sample, token, ...] of `num_dims` dimensions:
-    samples are sharded over the batch axes, tokens over context."""
-    return P(*(None, BATCH_AXES, CONTEXT_AXES)[:num_dims])
+from maxmeg.parallel.batch import Batch, batch_spec
+from maxmeg.parallel.mesh import BATCH_AXES, MESH_AXES, batch_shards
+from maxmeg.parallel.sequence import chunk_places, context_order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +91,42 @@ def in_context_order(
     places_RL = chunk_places(chunks_RC, tokens.shape[1] // (context * chunks))
     number_R1 = np.arange(len(tokens))[:, None]
     return arrays | {n: x[number_R1, places_RL] for n, x in rows.items()} | {"chunks": chunks_RC}
+
+
+def chunk_areas(segments_RL: np.ndarray, count: int) -> np.ndarray:
+    """Number of pairs of a query and a key in each of `count` equal chunks [R, C] of rows, under
+    causal attention inside documents, which `segments_RL` numbers."""
+    rows, length = segments_RL.shape
+    index_L = np.arange(length)
+    is_first_RL = np.ones((rows, length), bool)
+    is_first_RL[:, 1:] = segments_RL[:, 1:] != segments_RL[:, :-1]
+    first_RL = np.maximum.accumulate(np.where(is_first_RL, index_L, 0), axis=1)
+    return (index_L - first_RL + 1).reshape(rows, count, -1).sum(-1)
+
+
+def balanced_chunks(areas_RC: np.ndarray, context_size: int) -> np.ndarray:
+    """The chunks [R, C] of each row in the order of the ranks along context, equally many each.
+
+    Each rank's chunks ascend. Chunks in order of falling area go to the rank with the least area
+    that still has room (Graham's rule).
+    """
+    rows, count = areas_RC.shape
+    every_R, room = np.arange(rows), count // context_size
+    owner_RC = np.empty((rows, count), int)
+    area_RN, counts_RN = np.zeros((2, rows, context_size))
+    for chunk_R in np.argsort(-areas_RC, axis=1, kind="stable").T:
+        rank_R = np.argmin(np.where(counts_RN < room, area_RN, np.inf), axis=1)
+        owner_RC[every_R, chunk_R] = rank_R
+        area_RN[every_R, rank_R] += areas_RC[every_R, chunk_R]
+        counts_RN[every_R, rank_R] += 1
+    return np.argsort(owner_RC, axis=1, kind="stable").astype(np.int32)
+
+
+def imbalance(areas_RC: np.ndarray, chunks_RC: np.ndarray, context_size: int) -> np.ndarray:
+    """Area of the busiest rank over the mean [R], if ranks own chunks in this order."""
+    ordered_RC = np.take_along_axis(areas_RC, chunks_RC, axis=1)
+    area_RN = ordered_RC.reshape(len(areas_RC), context_size, -1).sum(-1)
+    return area_RN.max(axis=1) / area_RN.mean(axis=1)
 
 
 def place(local: np.ndarray, rows: LocalRows, mesh: Mesh, batch_size: int) -> jax.Array:
