@@ -96,9 +96,18 @@ def test_unknown_metadata_are_refused(case):
         describe(metadata(name, **more), 70, True, factors)
 
 
-def test_special_tokens_are_carried():
-    fields = metadata("llama") | {"tokenizer.ggml.eos_token_id": 2}
-    assert describe(fields, 70, True, None)[0]["eos_token_id"] == 2
+@pytest.mark.parametrize(
+    ("ids", "ends"),
+    [
+        ({"eos": 2}, 2),
+        ({"eos": 2, "eot": 5, "eom": 2}, [2, 5]),
+        ({"eos": 2, "eot": 70}, 2),
+    ],
+)
+def test_special_tokens_are_carried(ids, ends):
+    """The ends of turns and messages end generation too."""
+    fields = metadata("llama") | {f"tokenizer.ggml.{name}_token_id": i for name, i in ids.items()}
+    assert describe(fields, 70, True, None)[0]["eos_token_id"] == ends
 
 
 def test_missing_metadata_are_named():
