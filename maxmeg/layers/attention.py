@@ -156,6 +156,11 @@ class AttentionSpec(MixerSpec):
         return self.head_dim
 
     @property
+    def travelling(self) -> tuple[int, int]:
+        """What devices along context send: (heads, elements of each for a token)."""
+        return self.num_kv_heads, self.key_size + self.head_output_size
+
+    @property
     def rotated_size(self) -> int:
         """Size of the part of a head that `rotary` is about."""
         return self.head_dim
@@ -304,10 +309,7 @@ class Attention(Mixer):
         q_BLI, *outputs = project(projections, h_BLD, ctx)
         heads = (*q_BLI.shape[:2], -1, self.spec.head_dim)
         q_BLI, gate_BLI = self.queries_and_gates(stored(q_BLI, "query"))
-        q_BLHK = normalized(q_BLI, self.query_norm, heads)
-        if self.spec.rotary is not None:
-            rotation = ctx.rotation(self.spec.rotary, self.spec.head_dim)
-            q_BLHK = rotate(q_BLHK, rotation, self.spec.rotary.interleaved)
+        q_BLHK = self.rotated(normalized(q_BLI, self.query_norm, heads), ctx)
         k_BLGK, v_BLGK = self.keys_and_values_of(outputs, heads, ctx)
         if self.spec.temperature is not None:
             q_BLHK = self.spec.temperature.scaled(q_BLHK, ctx.positions_BL)
@@ -334,12 +336,14 @@ class Attention(Mixer):
             return kv_BL2GK[:, :, 0], kv_BL2GK[:, :, 1]
         k_BLI = stored(outputs[0], "key")
         v_BLI = stored(outputs[1], "value") if outputs[1:] else k_BLI
-        k_BLGK = normalized(k_BLI, self.key_norm, heads)
-        v_BLGK = normalized(v_BLI, self.value_norm, heads)
-        if self.spec.rotary is not None:
-            rotation = ctx.rotation(self.spec.rotary, self.spec.head_dim)
-            k_BLGK = rotate(k_BLGK, rotation, self.spec.rotary.interleaved)
-        return k_BLGK, v_BLGK
+        k_BLGK = self.rotated(normalized(k_BLI, self.key_norm, heads), ctx)
+        return k_BLGK, normalized(v_BLI, self.value_norm, heads)
+
+    def rotated(self, x_BLHK: jax.Array, ctx: Context) -> jax.Array:
+        rotary = self.spec.rotary
+        if rotary is None:
+            return x_BLHK
+        return rotate(x_BLHK, ctx.rotation(rotary, self.spec.rotated_size), rotary.interleaved)
 
     def queries_and_gates(self, q_BLI: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Of a projection whose heads have a query and, with `output_gate`, then a gate."""

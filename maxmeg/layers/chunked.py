@@ -120,9 +120,9 @@ class ChunkedCrossSpec(CrossSpec):
     def parts(self, length: int, memory_length: int) -> int:
         return (memory_length if self.of_neighbours else length) // self.chunk_length
 
-    def cross_scores(self, length: int, memory_length: int) -> float:
-        parts = max(self.parts(length, memory_length), 1)
-        return super().cross_scores(length, memory_length) / parts
+    def multiplications(self, length: int, memory_length: int = 0) -> tuple[float, float]:
+        weights, scores = super().multiplications(length, memory_length)
+        return weights, scores / max(self.parts(length, memory_length), 1)
 
     def halos(self, tensor: int = 1) -> tuple[int, ...]:
         inputs = (self.chunk_length - 1) * self.hidden_size

@@ -29,13 +29,11 @@ class CrossSpec(AttentionSpec):
         plain = super().settings(config, parallel, mixer)
         return plain | {"causal": False, "rotary": None, "buckets": 0, "distance": 0}
 
-    def memory_weights(self) -> int:
-        """The part of `weights` by which tokens of the source are multiplied."""
-        return 2 * self.hidden_size * self.num_kv_heads * self.head_dim
-
-    def cross_scores(self, length: int, memory_length: int) -> float:
-        """Multiplications between so many queries and keys."""
-        return self.scores(length) * memory_length / max(length, 1)
+    def multiplications(self, length: int, memory_length: int = 0) -> tuple[float, float]:
+        weights, scores = super().multiplications(length)
+        of_memory = 2 * self.hidden_size * self.num_kv_heads * self.head_dim
+        weights += (memory_length - length) * of_memory
+        return weights, scores * memory_length / max(length, 1)
 
     def make(self, key: jax.Array) -> "CrossAttention":
         return CrossAttention(key, self)

@@ -106,6 +106,11 @@ class MixerSpec(abc.ABC):
         """Multiplications between the tokens of a sequence, without a causal mask."""
         return 0
 
+    def multiplications(self, length: int, memory_length: int = 0) -> tuple[float, float]:
+        """Multiplications in forward of a sequence: (with weights, `scores`). memory_length: of the
+        other side, if the mixer `reads_memory`."""
+        return length * self.weights(), self.scores(length)
+
     def halos(self, tensor: int = 1) -> tuple[int, ...]:
         """Sizes of the mixer's halos, in elements per device: for each array, the tokens just
         before or after a chunk, which another device along context holds."""
@@ -115,9 +120,9 @@ class MixerSpec(abc.ABC):
         """float32 elements of a device's state of a scan for one sequence, with its decay."""
         return 0
 
-    @abc.abstractmethod
     def widths(self, tensor: int = 1) -> Widths:
         """tensor: number of devices that share the heads."""
+        return Widths()
 
 
 class Mixer(nnx.Module):

@@ -28,7 +28,6 @@ from maxmeg.layers.norm import Norm, NormSpec
 from maxmeg.layers.qk_clip import LARGEST, scale_heads
 from maxmeg.ops.broadcast import broadcast
 from maxmeg.ops.random import split
-from maxmeg.ops.rope import rotate
 from maxmeg.parallel.collectives import (
     axis_size,
     gather_sequence,
@@ -71,6 +70,10 @@ class MlaSpec(AttentionSpec):
     @property
     def head_output_size(self) -> int:
         return self.value_size
+
+    @property
+    def travelling(self) -> tuple[int, int]:
+        return 1, self.kv_rank + self.rotary_size
 
     @property
     def rotated_size(self) -> int:
@@ -199,12 +202,6 @@ class Mla(Attention):
         latent, k_rotary = jnp.split(kv_BLI, [self.spec.kv_rank], axis=-1)
         k_rotary = self.rotated(k_rotary[:, :, None], ctx)[:, :, 0]
         return jnp.concatenate((latent, k_rotary), axis=-1)
-
-    def rotated(self, x_BLHK: jax.Array, ctx: Context) -> jax.Array:
-        rotary = self.spec.rotary
-        if rotary is None:
-            return x_BLHK
-        return rotate(x_BLHK, ctx.rotation(rotary, self.spec.rotary_size), rotary.interleaved)
 
     def expanded(self, q_BLHI, kv_BLI, ctx: Context) -> tuple[jax.Array, dict]:
         """`core` of queries [B, L, H, key_size] and latents, with keys and values of each head."""

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.parallel import ParallelConfig
 from maxmeg.layers.context import Context, Tables
-from maxmeg.layers.mixer import Mixer, MixerSpec, Widths
+from maxmeg.layers.mixer import Mixer, MixerSpec
 from maxmeg.layers.norm import Norm, NormSpec
 from maxmeg.ops.random import normal, split
 from maxmeg.parallel import collectives
@@ -93,9 +93,6 @@ class EncoderNormSpec(MixerSpec):
 
     def weights(self) -> int:
         return 0
-
-    def widths(self, tensor: int = 1) -> Widths:
-        return Widths()
 
 
 class EncoderNorm(Mixer):

@@ -20,7 +20,6 @@ from maxmeg.distributed.attention.context_choice import (
     travelling,
 )
 from maxmeg.layers.attention import AttentionSpec
-from maxmeg.layers.mla import MlaSpec
 from maxmeg.ops.attention.spec import ScoreSpec
 from maxmeg.planning.cost.loss import FLOAT32
 from maxmeg.planning.cost.workload import Unit, Workload
@@ -119,29 +118,26 @@ def attentions(work: Workload, unit: Unit) -> list[OverContext]:
 
 
 def over_context(work: Workload, mixer: AttentionSpec) -> OverContext:
-    tensor, latents = work.axes["tensor"], isinstance(mixer, MlaSpec)
-    if isinstance(mixer, MlaSpec):
-        heads, width = 1, mixer.kv_rank + mixer.rotary_size
-    else:
-        heads, width = max(mixer.num_kv_heads // tensor, 1), 2 * mixer.head_dim
+    tensor, (heads, width) = work.axes["tensor"], mixer.travelling
+    of_latents = sum(mixer.widths().stored.get(name, 0) for name in ("key_up", "value_up"))
     shape = ContextShape(
         rows=work.samples,
         length=work.config.data.source_tokens if mixer.reads_memory else work.length,
         heads=max(mixer.num_heads // tensor, 1),
-        kv_heads=heads,
+        kv_heads=max(heads // tensor, 1),
         travelling=width,
         head_size=2 * mixer.key_size,
         bytes=work.itemsize,
         context=work.axes["context"],
         tensor=tensor,
-        of_each_head=not latents,
+        of_each_head=not of_latents,
     )
     scores = mixer.score_spec()
     strategy, _ = chosen(mixer.context, shape, scores)
     if mixer.buckets or mixer.reads_memory:
         strategy = ContextStrategy("gather")
-    expanded = mixer.head_dim + mixer.head_output_size if latents else 0
-    return OverContext(strategy, shape, scores, mixer.key_size, mixer.head_output_size, expanded)
+    sizes = mixer.key_size, mixer.head_output_size, of_latents // mixer.num_heads
+    return OverContext(strategy, shape, scores, *sizes)
 
 
 def kernel_sizes(work: Workload, mixer: AttentionSpec) -> tuple[int, int, int]:

@@ -3,8 +3,6 @@
 from maxmeg.config.bert import Transform
 from maxmeg.config.head import Biencoder
 from maxmeg.config.model import ModelConfig
-from maxmeg.layers.cross import CrossSpec
-from maxmeg.layers.mixer import MixerSpec
 from maxmeg.models.mixers import mtp_unit, pattern
 
 _TRAINING = 3  # forward, gradients of inputs, gradients of weights
@@ -57,28 +55,18 @@ def layer_flops(
     return products, scores
 
 
-def mixer_products(mixer: MixerSpec, length: int, source_length: int = 0) -> tuple[float, float]:
-    """Multiplications of a mixer with its weights for `length` tokens, and of its scores, without
-    a causal mask. source_length: of the source that cross attention reads."""
-    weights, scores = float(length * mixer.weights()), float(mixer.scores(length))
-    if isinstance(mixer, CrossSpec):
-        weights += (source_length - length) * mixer.memory_weights()
-        scores = float(mixer.cross_scores(length, source_length))
-    return weights, scores
-
-
 def products_and_scores(
     model: ModelConfig, length: int, source_length: int = 0, causal: bool | None = None
 ) -> tuple[float, float]:
     """Multiplications of a sample's products with weights and of its scores in all layers, MTP's
-    included: `MixerSpec.weights` for each token, `MixerSpec.scores`, halved where causal."""
+    included: `MixerSpec.multiplications`, the scores halved where causal."""
     layers, products, all_scores = pattern(model), 0.0, 0.0
     for unit, repeats in [*layers, (mtp_unit(model), model.mtp.num_layers)]:
         for sublayer in unit:
             is_source = sublayer.side == "source"
             tokens, other = (source_length, length) if is_source else (length, source_length)
             for mixer in sublayer.mixers:
-                weights, scores = mixer_products(mixer, tokens, other)
+                weights, scores = mixer.multiplications(tokens, other)
                 is_causal = model.attention.causal and not (is_source or mixer.reads_memory)
                 is_causal = is_causal if causal is None else causal
                 products += repeats * weights

@@ -6,7 +6,6 @@ import functools
 from maxmeg.layers.mixer import MixerSpec, Widths
 from maxmeg.layers.residual import ResidualSpec
 from maxmeg.layers.stream import Side
-from maxmeg.planning.cost.flops import mixer_products
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +58,7 @@ class Unit:
         """Of its matrix products in forward, for one sequence of its tokens."""
         mixers = [mixer for one in self.specs for mixer in one.mixers]
         source = int(length * self.ratio)
-        return int(sum(sum(mixer_products(mixer, length, source)) for mixer in mixers))
+        return int(sum(sum(mixer.multiplications(length, source)) for mixer in mixers))
 
     @property
     def sublayers(self) -> int:
