@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from maxmeg.layers.cache import CachePlaces, CacheSize
 from maxmeg.layers.context import Context
 from maxmeg.models.lm import LM
+from maxmeg.ops.cache import CachePlaces, CacheSize
 
 SLOTS = 4
 

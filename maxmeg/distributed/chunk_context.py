@@ -24,9 +24,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from maxmeg.distributed.halves import stacked_halves
 from maxmeg.ops.chunk_scan import PLAIN, ScanSpec, chunk_scan
 from maxmeg.parallel import collectives, ordering
-from maxmeg.parallel.context import stacked_halves
 from maxmeg.parallel.mesh import CONTEXT_AXES
 
 

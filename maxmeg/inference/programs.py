@@ -25,10 +25,10 @@ from maxmeg.inference.load import Trained
 from maxmeg.inference.rows import Fields, change_inputs, step_inputs, step_results
 from maxmeg.inference.sampling import TOP, Changes, Rows, choose, scores_of
 from maxmeg.inference.speculation import Newest, mtp_drafts
-from maxmeg.layers.cache import CachePlaces, CacheSize
 from maxmeg.layers.context import Context, Source
 from maxmeg.layers.moe import Moe
 from maxmeg.models.lm import LM
+from maxmeg.ops.cache import CachePlaces, CacheSize
 from maxmeg.parallel import collectives
 from maxmeg.parallel.mesh import BATCH_AXES, MESH_AXES, batch_shards
 from maxmeg.parallel.rules import reductions, storage_specs

@@ -17,7 +17,6 @@ from maxmeg.config.setting import shared_values
 from maxmeg.distributed.attention.context import ContextCall, attention_over_context, padded_heads
 from maxmeg.distributed.attention.context_choice import ContextStrategy
 from maxmeg.distributed.attention.rounds import KeyValueExpansion
-from maxmeg.layers.cache import CacheSize, cached_attention, empty_pages
 from maxmeg.layers.context import Context, TableMakers
 from maxmeg.layers.linear import Linear, project
 from maxmeg.layers.mixer import STREAM, Mixer, MixerSpec, Widths
@@ -26,6 +25,7 @@ from maxmeg.layers.qk_clip import LARGEST, QkClip, scale_heads
 from maxmeg.ops.attention.call import attention_with_lse, dense_mask, output_and_largest
 from maxmeg.ops.attention.spec import AttentionDropout, Operands, ScoreSpec
 from maxmeg.ops.attention.temperature import Temperature
+from maxmeg.ops.cache import CacheSize, cached_attention, empty_pages
 from maxmeg.ops.random import split
 from maxmeg.ops.rope import RotaryScaling, RotarySpec, rotate
 from maxmeg.parallel.collectives import axis_size, first_index, stored

@@ -15,11 +15,11 @@ from jaxtyping import Array, Float
 
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.parallel import ParallelConfig
+from maxmeg.distributed.halves import halos, stacked_halves
 from maxmeg.layers.attention import Attention, AttentionSpec
 from maxmeg.layers.context import Context, Tables
 from maxmeg.layers.cross import CrossAttention, CrossSpec
 from maxmeg.parallel.collectives import axis_size
-from maxmeg.parallel.context import halos, stacked_halves
 from maxmeg.parallel.mesh import CONTEXT_AXES
 from maxmeg.parallel.ordering import after
 

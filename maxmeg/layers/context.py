@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from maxmeg.layers.cache import CachePlaces
+from maxmeg.ops.cache import CachePlaces
 from maxmeg.ops.random import fold
 from maxmeg.ops.rope import RotarySpec, Rotation, rotation
 from maxmeg.parallel import collectives

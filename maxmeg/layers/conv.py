@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from maxmeg.layers.cache import CacheSize, lane_states, with_lane_states
+from maxmeg.distributed.halves import halos, stacked_halves
 from maxmeg.layers.context import Context
+from maxmeg.ops.cache import CacheSize, lane_states, with_lane_states
 from maxmeg.ops.random import uniform
 from maxmeg.parallel import ordering
 from maxmeg.parallel.collectives import axis_size
-from maxmeg.parallel.context import halos, stacked_halves
 from maxmeg.parallel.mesh import CONTEXT_AXES
 from maxmeg.parallel.parameter import parameter
 

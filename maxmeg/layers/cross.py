@@ -8,13 +8,13 @@ from jaxtyping import Array, Float
 
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.parallel import ParallelConfig
+from maxmeg.distributed.halves import in_order, whole_rows
 from maxmeg.layers.attention import Attention, AttentionSpec, normalized
-from maxmeg.layers.cache import CacheSize, source_attention
 from maxmeg.layers.context import Context
 from maxmeg.layers.linear import project
 from maxmeg.ops.attention.call import attention_with_lse, output_and_largest
+from maxmeg.ops.cache import CacheSize, source_attention
 from maxmeg.parallel.collectives import axis_size, gather_exact, stored
-from maxmeg.parallel.context import in_order, whole_rows
 
 
 @dataclasses.dataclass(frozen=True)

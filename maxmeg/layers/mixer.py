@@ -17,8 +17,8 @@ from maxmeg.config.layers import GROUPS
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.setting import shared_values
-from maxmeg.layers.cache import CacheSize
 from maxmeg.layers.context import Context, TableMakers
+from maxmeg.ops.cache import CacheSize
 
 STREAM = "stream"
 Span = typing.Literal["whole", "shard"]  # of the sequence, which is sharded over tensor
@@ -130,7 +130,7 @@ class Mixer(nnx.Module):
 
     def __call__(self, h: jax.Array, ctx: Context, cache: typing.Any = None) -> tuple:
         """(output, new cache or None, auxiliary values by name). cache: of all layers of the group
-        (layers/cache.py); ctx.cache_places says which part is this layer's. The value STREAM has
+        (ops/cache.py); ctx.cache_places says which part is this layer's. The value STREAM has
         the arrays of the residual stream that it writes beside its output."""
         raise NotImplementedError
 

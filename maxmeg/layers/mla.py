@@ -20,13 +20,13 @@ from maxmeg.config.model import ModelConfig
 from maxmeg.config.parallel import ParallelConfig
 from maxmeg.distributed.attention.rounds import KeyValueExpansion
 from maxmeg.layers.attention import Attention, AttentionSpec
-from maxmeg.layers.cache import CacheSize, cached_attention, empty_pages
 from maxmeg.layers.context import Context
 from maxmeg.layers.linear import Linear
 from maxmeg.layers.mixer import Widths
 from maxmeg.layers.norm import Norm, NormSpec
 from maxmeg.layers.qk_clip import LARGEST, scale_heads
 from maxmeg.ops.broadcast import broadcast
+from maxmeg.ops.cache import CacheSize, cached_attention, empty_pages
 from maxmeg.ops.random import split
 from maxmeg.parallel.collectives import (
     axis_size,

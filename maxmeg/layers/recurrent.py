@@ -14,12 +14,12 @@ import jax.numpy as jnp
 
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.parallel import ParallelConfig
-from maxmeg.layers.cache import CacheSize
 from maxmeg.layers.context import Context
 from maxmeg.layers.conv import Depthwise
 from maxmeg.layers.linear import Linear, project
 from maxmeg.layers.mixer import Mixer, MixerSpec, Widths
 from maxmeg.layers.scan import Scan, ScanInputs, between, first_step_biases
+from maxmeg.ops.cache import CacheSize
 from maxmeg.ops.chunk_scan import ScanSpec
 from maxmeg.ops.random import split
 from maxmeg.parallel.collectives import stored

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from maxmeg.layers.cache import CacheSize
 from maxmeg.layers.context import Context
 from maxmeg.layers.mixer import STREAM, MixerSpec
 from maxmeg.layers.norm import Norm, NormSpec
 from maxmeg.layers.stream import Side, Stream, side_context
+from maxmeg.ops.cache import CacheSize
 from maxmeg.ops.dropout import dropout
 from maxmeg.ops.random import split
 from maxmeg.parallel import collectives

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from maxmeg.distributed.chunk_context import chunk_scan_over_context
-from maxmeg.layers.cache import lane_states, with_lane_states
 from maxmeg.layers.context import Context
+from maxmeg.ops.cache import lane_states, with_lane_states
 from maxmeg.ops.chunk_scan import ScanSpec, chunk_scan, chunk_scan_step
 from maxmeg.ops.random import uniform
 

@@ -9,11 +9,11 @@ import dataclasses
 import jax
 from jaxtyping import Array, Float
 
-from maxmeg.layers.cache import CacheSize
 from maxmeg.layers.context import Context
 from maxmeg.layers.conv import Depthwise
 from maxmeg.layers.linear import Linear
 from maxmeg.layers.mixer import Mixer, MixerSpec, Widths
+from maxmeg.ops.cache import CacheSize
 from maxmeg.ops.random import split
 from maxmeg.parallel.collectives import stored
 

@@ -13,12 +13,12 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from maxmeg.config.model import ModelConfig
-from maxmeg.layers.cache import CacheSize
 from maxmeg.layers.context import Context
 from maxmeg.layers.linear import Linear
 from maxmeg.layers.norm import Norm, NormSpec
 from maxmeg.layers.stream import Stream
 from maxmeg.models.stack import Unit, UnitSpec
+from maxmeg.ops.cache import CacheSize
 from maxmeg.ops.random import split
 
 

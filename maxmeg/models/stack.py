@@ -10,10 +10,10 @@ from flax import nnx
 from jax import lax
 
 from maxmeg.config.recompute import kept_names, offloaded_names
-from maxmeg.layers.cache import CacheSize
 from maxmeg.layers.context import Context
 from maxmeg.layers.residual import Residual, ResidualSpec
 from maxmeg.layers.stream import Stream
+from maxmeg.ops.cache import CacheSize
 from maxmeg.ops.random import fold, split
 from maxmeg.parallel.collectives import keeps
 from maxmeg.parallel.ordering import together
@@ -217,7 +217,7 @@ class Stack(nnx.Module):
         return [placed(*pair) for pair in zip(self.layout.orders, aux, strict=True)]
 
     def init_cache(self, size: CacheSize) -> list:
-        """An empty cache of each group, for all its repeats (layers/cache.py)."""
+        """An empty cache of each group, for all its repeats (ops/cache.py)."""
         return [jax.vmap(lambda unit: unit.init_cache(size))(group) for group in self.groups]
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from maxmeg.config.schema import TrainConfig
+from maxmeg.distributed.halves import own_pieces, whole_rows
 from maxmeg.layers.context import Context
 from maxmeg.layers.stream import Stream
 from maxmeg.models.lm import LM
@@ -15,7 +16,6 @@ from maxmeg.objectives.objective import Metrics, Objective, Sums, token_loss, to
 from maxmeg.ops.random import fold
 from maxmeg.parallel import collectives
 from maxmeg.parallel.batch import Batch
-from maxmeg.parallel.context import own_pieces, whole_rows
 from maxmeg.parallel.trainable import fixed, joined, trained
 from maxmeg.pipeline.last_stage import is_piped, on_last_stage
 

@@ -5,7 +5,7 @@ the weight matrices of layers; each attention projection (with `per_head` each h
 expert is a matrix. AdamW updates embeddings, output layers, convolutions and vectors.
 
 Newton-Schulz iterations need whole matrices, but fsdp, tensor and ZeRO-1 shard the momentum inside
-of them: devices exchange them (optim/whole_matrices.py).
+of them: devices exchange them (distributed/whole_matrices.py).
 """
 
 import functools
@@ -22,9 +22,9 @@ from jax.sharding import Mesh
 
 from maxmeg.config.optimizers import MuonConfig, MuonScale
 from maxmeg.config.schema import OptimConfig
+from maxmeg.distributed.whole_matrices import Axes, on_whole_matrices
 from maxmeg.ops.newton_schulz import coefficients, newton_schulz
 from maxmeg.optim.trees import part
-from maxmeg.optim.whole_matrices import Axes, on_whole_matrices
 from maxmeg.parallel.mesh import TENSOR_AXES
 from maxmeg.parallel.parameter import info, is_variable
 from maxmeg.parallel.trainable import joined

@@ -3,7 +3,7 @@
 Formulas are those of NVIDIA's Emerging-Optimizers, which Megatron-LM uses: the eigenbases are
 refined by one power iteration and a QR decomposition, after `eigh` in the first step. Matrices of
 layers, of attention projections and of experts, each have their own; AdamW updates the rest. Each
-device updates whole matrices (optim/whole_matrices.py).
+device updates whole matrices (distributed/whole_matrices.py).
 """
 
 import typing
@@ -16,8 +16,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from maxmeg.config.schema import OptimConfig, SoapConfig
+from maxmeg.distributed.whole_matrices import on_whole_matrices
 from maxmeg.optim.trees import factor, map_variables, part
-from maxmeg.optim.whole_matrices import on_whole_matrices
 from maxmeg.parallel.parameter import Side
 
 

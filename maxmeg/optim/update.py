@@ -62,7 +62,7 @@ def update(
     if not optim.offload and optim.optimizer not in IN_LOOP:
         return run(gradients, old, aux)
     stages, layouts, new = mesh.shape["pipe"], orders(old.model), old
-    has_whole = optim.optimizer in (Optimizer.muon, Optimizer.soap)  # optim/whole_matrices.py
+    has_whole = optim.optimizer in (Optimizer.muon, Optimizer.soap)  # distributed/whole_matrices.py
     most = mesh.size // stages if has_whole else 1
     for group in groups_of(old.model):
         layers, slices, place = {}, Slices(0), len(aux) - 1

@@ -26,16 +26,16 @@ from maxmeg.distributed.attention.context_choice import (
     repeated,
 )
 from maxmeg.distributed.attention.rounds import KeyValueExpansion, Plan, Result, Rows, in_rounds
-from maxmeg.ops.attention.call import attention_with_lse, output_and_largest
-from maxmeg.ops.attention.spec import Operands, ScoreSpec
-from maxmeg.ops.backend import log_choice
-from maxmeg.parallel import collectives, ordering
-from maxmeg.parallel.context import (
+from maxmeg.distributed.halves import (
     chunks_in_order,
     in_order,
     out_of_order,
     whole_rows,
 )
+from maxmeg.ops.attention.call import attention_with_lse, output_and_largest
+from maxmeg.ops.attention.spec import Operands, ScoreSpec
+from maxmeg.ops.backend import log_choice
+from maxmeg.parallel import collectives, ordering
 from maxmeg.parallel.mesh import CONTEXT_AXES, TENSOR_AXES
 from maxmeg.parallel.sequence import chunk_places
 

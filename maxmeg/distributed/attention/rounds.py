@@ -19,11 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from maxmeg.ops.attention.call import attention_with_lse, block_gradients
-from maxmeg.ops.attention.flash import sink_gradient, with_sinks
-from maxmeg.ops.attention.spec import NEGATIVE, AttentionDropout, Operands, ScoreSpec
-from maxmeg.parallel import collectives, ordering
-from maxmeg.parallel.context import (
+from maxmeg.distributed.halves import (
     Half,
     half_of,
     halos,
@@ -31,6 +27,10 @@ from maxmeg.parallel.context import (
     shifted,
     start_of,
 )
+from maxmeg.ops.attention.call import attention_with_lse, block_gradients
+from maxmeg.ops.attention.flash import sink_gradient, with_sinks
+from maxmeg.ops.attention.spec import NEGATIVE, AttentionDropout, Operands, ScoreSpec
+from maxmeg.parallel import collectives, ordering
 from maxmeg.parallel.mesh import CONTEXT_AXES
 
 Pairs = tuple[tuple[Half, Half], ...]

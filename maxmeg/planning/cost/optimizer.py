@@ -12,13 +12,13 @@ from jax.sharding import AbstractMesh
 
 from maxmeg.config.schema import Masters, OptimConfig, Optimizer
 from maxmeg.config.setting import walk, with_fields
+from maxmeg.distributed.whole_matrices import Plan, plan
 from maxmeg.ops.newton_schulz import coefficients
 from maxmeg.optim.build import make_optimizer
 from maxmeg.optim.muon import exchanged_over, parts
 from maxmeg.optim.soap import factored_sides
 from maxmeg.optim.storage import has_remainder
 from maxmeg.optim.trees import factor, is_matrix
-from maxmeg.optim.whole_matrices import Plan, plan
 from maxmeg.parallel.mesh import MESH_AXES, mesh_shape
 from maxmeg.parallel.parameter import info, is_variable
 from maxmeg.parallel.rules import shard_over_context, storage_axes
@@ -101,7 +101,7 @@ def is_orthogonalized(work: Workload, shard: Shard) -> bool:
 
 
 def has_whole_matrices(work: Workload, shard: Shard) -> bool:
-    """Whether devices update whole matrices of the parameter (optim/whole_matrices.py)."""
+    """Whether devices update whole matrices of the parameter (distributed/whole_matrices.py)."""
     optim, parameter = work.config.optim, shard.parameter
     if not shard.trained or not is_matrix(parameter.path[0], parameter.axes):
         return False
