@@ -202,14 +202,11 @@ def make_train_step(
         rest = state.key, scaler, new.remainders, new.ema
         return TrainState(state.step + 1, model, new.moments, *rest), metrics
 
+    is_fp8 = recipe_of(config.train.quantization) is not None
+    options = compiler_options(abstract.model, mesh, config.parallel.zero1, fp8=is_fp8)
     return jax.jit(
         train_step,
         donate_argnums=0,
         out_shardings=(jax.tree.map(result_sharding, shardings_of(abstract)), None),
-        compiler_options=compiler_options(
-            abstract.model,
-            mesh,
-            config.parallel.zero1,
-            fp8=recipe_of(config.train.quantization) is not None,
-        ),
+        compiler_options=options,
     )

@@ -10,9 +10,12 @@ from maxmeg.config.optimizers import Group, NewtonSchulz
 from maxmeg.config.schema import (
     Config,
     LossScaleConfig,
+    LrDecay,
     Masters,
     Moments,
+    OptimConfig,
     Optimizer,
+    WeightDecayRamp,
 )
 from maxmeg.config.setting import assignment
 
@@ -23,6 +26,7 @@ def optim_problems(config: Config) -> Iterator[str]:
     for name in ("min_lr", "warmup_init_lr"):
         if not 0 <= getattr(optim, name) <= optim.lr:
             yield f"optim.{name}={getattr(optim, name)} must lie in [0, optim.lr={optim.lr}]"
+    yield from schedule_problems(optim)
     if optim.optimizer is Optimizer.muon and not optim.lr:
         yield "optim.lr=0.0 with optim.optimizer=muon: set the peak rate of matrices, > 0"
     if optim.muon.coefficients is NewtonSchulz.cubic and optim.muon.steps != 5:
@@ -96,3 +100,25 @@ def qk_clip_problems(config: Config) -> Iterator[str]:
         yield f"{clip} cannot scale the keys that {names} reads of another layer: set it to 0"
     if model.position is Position.relative:
         yield f"{clip} is not for the biases of model.position=relative: set the threshold to 0"
+
+
+def schedule_problems(optim: OptimConfig) -> Iterator[str]:
+    """Yield the broken rules of settings that describe one schedule together."""
+    for name in ("warmup", "decay"):
+        steps, samples = getattr(optim, f"{name}_steps"), getattr(optim, f"{name}_samples")
+        if steps and samples:
+            yield (
+                f"optim.{name}_steps={steps} and optim.{name}_samples={samples} both set a length: "
+                "give one of the two"
+            )
+    end, ramp = optim.weight_decay_end, optim.weight_decay_ramp
+    if (ramp is WeightDecayRamp.constant) != (end < 0 or end == optim.weight_decay):
+        yield (
+            f"optim.weight_decay_ramp={ramp.name} with optim.weight_decay={optim.weight_decay} and "
+            f"optim.weight_decay_end={end}: choose a ramp (linear, cosine) together with an end"
+        )
+    if optim.wsd_decay_steps < 0 or (optim.decay is LrDecay.wsd) != (optim.wsd_decay_steps > 0):
+        yield (
+            f"optim.decay={optim.decay.name} with optim.wsd_decay_steps={optim.wsd_decay_steps}: "
+            "wsd needs a length above 0, no other shape has one"
+        )

@@ -31,7 +31,6 @@ from maxmeg.hf.folder import (
 from maxmeg.hf.formats.quantized import QUANTIZATION
 from maxmeg.hf.formats.safetensors import DTYPES, read_json
 from maxmeg.hf.mup import folded, plain_model
-from maxmeg.layers.lora import merged_weight
 
 CARRIED = "huggingface"  # folder of a run with the small files that its model was imported with
 WRITTEN = {
@@ -79,8 +78,9 @@ class TrainedModel:
         pair = [self._path(self._reader, f"{module}.lora.{name}") for name in ("a", "b")]
         if pair[0] not in self._reader.tensors:
             return array
-        a, b = (self._reader.read(path, place.index) for path in pair)
-        return merged_weight(array, a, b, self.config.lora.alpha / self.config.lora.rank)
+        a, b = (self._reader.read(path, place.index).astype("float32") for path in pair)
+        scale = self.config.lora.alpha / self.config.lora.rank
+        return array.astype("float32") + scale * (a @ b)
 
     def words(self, table: str) -> Iterator[np.ndarray]:
         """Yield the rows of a vocabulary table without its padding, in blocks of bounded size."""

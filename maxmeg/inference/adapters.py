@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from maxmeg.checkpoint.places import place_of, steps_in
 from maxmeg.config import files
 from maxmeg.config.files import checkpoints_of
+from maxmeg.config.schema import LoraConfig
 from maxmeg.data import run_folder
 from maxmeg.data.chat.ends import end_tokens
 from maxmeg.data.chat.template import ChatTemplate, NoTemplateError, load_chat_template
@@ -26,11 +27,11 @@ from maxmeg.hf.folder import open_checkpoints
 from maxmeg.hf.peft import SETTINGS, Adapter, read_adapter
 from maxmeg.hf.trained import carried_config, carried_folder, choose_family, open_run
 from maxmeg.inference.load import Trained
-from maxmeg.layers.lora import Lora, LoraSpec, linears
+from maxmeg.layers.lora import Lora, linears
 from maxmeg.parallel.parameter import annotate, info
 from maxmeg.parallel.rules import storage_specs
 
-MERGED = LoraSpec(rank=1, alpha=1.0, dropout=0.0, targets=())  # alpha / rank lies within B
+MERGED = LoraConfig(rank=1, alpha=1.0, dropout=0.0, targets=())  # alpha / rank lies within B
 
 
 def with_adapters(trained: Trained, folders: Mapping[str, str | os.PathLike]) -> Trained:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from maxmeg.config.context import KINDS, strategy_of
 from maxmeg.config.layers import SHARED
-from maxmeg.config.mixers import AttentionConfig, QkNorm
+from maxmeg.config.mixers import QkNorm
 from maxmeg.config.model import ModelConfig, Position
 from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.setting import shared_values
@@ -46,11 +46,6 @@ def rotary_spec(config: ModelConfig, is_local: bool = False) -> RotarySpec:
     return RotarySpec(**values)
 
 
-def temperature_of(heads: AttentionConfig) -> Temperature:
-    offset = heads.temperature_offset
-    return Temperature(heads.temperature_scale, heads.temperature_length, offset)
-
-
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec(MixerSpec):
     """rotary, qk_norm None: no rotary embedding, no normalization of queries and keys.
@@ -66,8 +61,7 @@ class AttentionSpec(MixerSpec):
     other's keys. clip: QK-clip, or None. keys_from, keys_to: the array of the residual stream with
     the keys and values of another layer, which it reads in place of its own, or to which it writes
     its own; "" for none.
-    std, out_std: standard deviations of the initial input and output weights. spans_devices:
-    whether queries attend to keys on other devices along context.
+    spans_devices: whether queries attend to keys on other devices along context.
     """
 
     name = "attention"
@@ -99,8 +93,6 @@ class AttentionSpec(MixerSpec):
     clip: QkClip | None = None
     keys_from: str = ""
     keys_to: str = ""
-    std: float = 0.02
-    out_std: float = 0.02
 
     @classmethod
     def settings(cls, config: ModelConfig, parallel: ParallelConfig, mixer: str) -> dict:
@@ -109,6 +101,7 @@ class AttentionSpec(MixerSpec):
         is_nope, in_encoder = mixer == "nope_attention", mixer == "encoder_attention"
         is_rotary = config.position is Position.rotary and not is_nope
         normalizes = heads.qk_norm not in (QkNorm.none, *[QkNorm.l2] * is_nope)
+        growth = heads.temperature_scale, heads.temperature_length, heads.temperature_offset
         grows = heads.temperature_length and (is_nope or not config.has("nope_attention"))
         is_relative = config.position is Position.relative
         strategy = strategy_of(parallel, mixer if mixer in KINDS else "attention")
@@ -126,7 +119,7 @@ class AttentionSpec(MixerSpec):
                 "causal": heads.causal and not in_encoder,
                 "window": heads.window if is_local else 0,
                 "chunk": heads.chunk if is_local else 0,
-                "temperature": temperature_of(heads) if grows else None,
+                "temperature": Temperature(*growth) if grows else None,
                 "scale": config.without_mup().attention.scale,
                 "context": ContextStrategy(strategy, parallel.context_inner),
                 "keys_from": f"keys_of_{kind}" if mixer in SHARED else "",

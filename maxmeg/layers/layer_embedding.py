@@ -51,7 +51,7 @@ class SharedNorm(Norm):
 @dataclasses.dataclass(frozen=True)
 class LayerEmbeddingSpec(MixerSpec):
     """size: E. is_cut: whether the devices along tensor share the rows of the table. eps: of the
-    norm. std, out_std: standard deviations of the initial input and output weights."""
+    norm."""
 
     name = "layer_embedding"
     reads = writes = "shard"
@@ -62,8 +62,6 @@ class LayerEmbeddingSpec(MixerSpec):
     is_cut: bool
     activation: str = "geglu"
     eps: float = 1e-6
-    std: float = 0.02
-    out_std: float = 0.02
 
     @classmethod
     def settings(cls, config: ModelConfig, parallel: ParallelConfig, mixer: str) -> dict:

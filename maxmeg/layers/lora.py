@@ -1,6 +1,5 @@
 """LoRA: low-rank adapters beside frozen projections (Hu et al., 2021)."""
 
-import dataclasses
 import difflib
 import fnmatch
 import zlib
@@ -12,6 +11,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from maxmeg.config.schema import LoraConfig
 from maxmeg.layers.context import Context
 from maxmeg.layers.linear import Linear
 from maxmeg.ops.dropout import dropout_mask
@@ -21,21 +21,6 @@ from maxmeg.parallel.mesh import TENSOR_AXES
 from maxmeg.parallel.parameter import annotate, info, is_variable, parameter, replaced
 
 FIRST_PLACE = 1024  # of adapters among the uses of randomness in a layer
-
-
-@dataclasses.dataclass(frozen=True)
-class LoraSpec:
-    """targets: fnmatch patterns of the paths of Linear layers or of path suffixes, such as "query",
-    "mixers.attention.*", "mlp.up". rank 0: no adapters, and nothing frozen."""
-
-    rank: int
-    alpha: float
-    dropout: float
-    targets: tuple[str, ...]
-
-    @property
-    def scale(self) -> float:
-        return self.alpha / self.rank
 
 
 class Lora(nnx.Module):
@@ -51,14 +36,14 @@ class Lora(nnx.Module):
         a: jax.Array | np.ndarray,
         b: jax.Array | np.ndarray,
         axes: Sequence[str | None],
-        spec: LoraSpec,
+        config: LoraConfig,
         number: int,
         owners: tuple[int, ...] = (),
     ):
         self.a = parameter(a, axes[0], "lora")
         self.b = parameter(b, "lora", axes[1])
         self.row_parallel = axes[1] == "embed"
-        self.scale, self.rate = spec.scale, spec.dropout
+        self.scale, self.rate = config.alpha / config.rank, config.dropout
         self.place = FIRST_PLACE + number
         self.owners = owners
 
@@ -102,15 +87,12 @@ def linears(model, prefix: str = "") -> dict[str, Linear]:
     return {prefix + name: node for name, node in named if is_linear(node)}
 
 
-def adapted(key: jax.Array, model, spec: LoraSpec, dtype, orders: Sequence[Sequence[int]]):
-    """The model frozen in `dtype` but for its classifier, with float32 adapters at the targets;
-    unchanged if rank is 0.
+def adapted(key: jax.Array, model, config: LoraConfig, dtype, orders: Sequence[Sequence[int]]):
+    """The model frozen in `dtype` but for its classifier, with float32 adapters at the targets.
 
     orders: layer numbers of each group of the stack, -1 for a place without a layer. Initial
     weights depend on the layer's number only. ValueError for a target that matches nothing.
     """
-    if not spec.rank:
-        return model
 
     def freeze(node):
         value = node.get_value()
@@ -120,7 +102,7 @@ def adapted(key: jax.Array, model, spec: LoraSpec, dtype, orders: Sequence[Seque
     model = jax.tree.map(freeze, model, is_leaf=is_variable)
     projections = linears(model.stack, "stack.")
     model.classifier = classifier
-    chosen = targeted(list(projections), spec.targets)
+    chosen = targeted(list(projections), config.targets)
     for number, (path, linear) in enumerate(projections.items()):
         if path not in chosen:
             continue
@@ -128,10 +110,9 @@ def adapted(key: jax.Array, model, spec: LoraSpec, dtype, orders: Sequence[Seque
         order = np.array(orders[int(path.split(".")[2])])
         *_, width_in, width_out = linear.weight.shape
         path_key = fold(key, zlib.crc32(path.encode()))
-        a = initial(path_key, order, (width_in, spec.rank))
-        linear.lora = Lora(
-            a, jnp.zeros((len(order), spec.rank, width_out)), about.axes, spec, number
-        )
+        a = initial(path_key, order, (width_in, config.rank))
+        b = jnp.zeros((len(order), config.rank, width_out))
+        linear.lora = Lora(a, b, about.axes, config, number)
         annotate(linear.lora, num_kv_heads=about.num_kv_heads)
     return model
 
@@ -145,7 +126,8 @@ def initial(key: jax.Array, order: np.ndarray, sizes: tuple[int, int]) -> jax.Ar
 
 
 def targeted(paths: list[str], targets: Sequence[str]) -> set[str]:
-    """The paths that match any target; ValueError for a target that matches none."""
+    """The paths that match any target, or whose suffixes do, by fnmatch: "query", "mlp.up",
+    "mixers.attention.*". ValueError for a target that matches none."""
     chosen: set[str] = set()
     for target in targets:
         matches = {
@@ -162,24 +144,3 @@ def targeted(paths: list[str], targets: Sequence[str]) -> set[str]:
             )
         chosen |= matches
     return chosen
-
-
-def merged_weight(weight, a, b, scale: float):
-    """W + alpha / rank A B in float32, of one layer or of stacked layers."""
-    return weight.astype("float32") + scale * (a.astype("float32") @ b.astype("float32"))
-
-
-def merged(model):
-    """The float32 model with its adapters merged into the weights, nothing frozen."""
-
-    def thaw(node):
-        return replaced(node, node.get_value().astype(jnp.float32), frozen=False)
-
-    model = jax.tree.map(thaw, model, is_leaf=is_variable)
-    for linear in linears(model).values():
-        if linear.lora is not None:
-            a, b = linear.lora.a.get_value(), linear.lora.b.get_value()
-            weight = merged_weight(linear.weight.get_value(), a, b, linear.lora.scale)
-            linear.weight.set_value(weight)
-            linear.lora = nnx.data(None)
-    return model

@@ -53,6 +53,7 @@ class Widths:
 class MixerSpec(abc.ABC):
     """Settings of a mixer.
 
+    std, out_std: standard deviations of the initial input and output weights.
     name: of the parameters in a sublayer. reads_memory: whether it attends to an encoder's output.
     reads_stream: names of further arrays of the residual stream that it reads (`Context.stream`).
     reads: whether the input is the whole sequence or the local shard. writes: whether the output is
@@ -66,6 +67,8 @@ class MixerSpec(abc.ABC):
     writes: typing.ClassVar[Span] = "whole"
 
     hidden_size: int
+    std: float = dataclasses.field(default=0.02, kw_only=True)
+    out_std: float = dataclasses.field(default=0.02, kw_only=True)
 
     @classmethod
     def of(cls, config: ModelConfig, parallel: ParallelConfig, mixer: str = "") -> typing.Any:

@@ -17,16 +17,14 @@ from maxmeg.parallel.collectives import stored
 
 @dataclasses.dataclass(frozen=True)
 class MlpSpec(MixerSpec):
-    """std, out_std: standard deviations of the initial input and output weights. clamp, offset: as
-    in `activate`. gate_scale: factor of the gate branch before its activation."""
+    """clamp, offset: as in `activate`. gate_scale: factor of the gate branch before its
+    activation."""
 
     name = "mlp"
 
     ffn_size: int
     activation: str = "swiglu"
     bias: bool = False
-    std: float = 0.02
-    out_std: float = 0.02
     clamp: float = 0.0
     offset: float = 0.0
     gate_scale: float = 1.0

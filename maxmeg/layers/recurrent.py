@@ -18,7 +18,7 @@ from maxmeg.layers.context import Context
 from maxmeg.layers.conv import Depthwise
 from maxmeg.layers.linear import Linear, project
 from maxmeg.layers.mixer import Mixer, MixerSpec, Widths
-from maxmeg.layers.scan import Scan, ScanInputs, between, first_step_biases
+from maxmeg.layers.scan import ScanInputs, between, first_step_biases, scan
 from maxmeg.ops.cache import CacheSize
 from maxmeg.ops.chunk_scan import ScanSpec
 from maxmeg.ops.random import split
@@ -32,8 +32,7 @@ STORED = {"gate": "ssm_gate", "step": "ssm_step", "beta": "ssm_beta"}  # others:
 class RecurrentSpec(MixerSpec):
     """num_heads: of the values. kernel_size: tokens that the convolution reads. bias: of the
     projections. conv_bias: of the convolution. chunk: tokens that the scan multiplies at once.
-    backend: of the scan (ops.chunk_scan.ScanSpec). std, out_std: standard deviations of the initial
-    input and output weights."""
+    backend: of the scan (ops.chunk_scan.ScanSpec)."""
 
     convolved: typing.ClassVar[tuple[str, ...]] = ("query", "key", "value")
 
@@ -43,8 +42,6 @@ class RecurrentSpec(MixerSpec):
     conv_bias: bool = False
     chunk: int = 64
     backend: str = "auto"
-    std: float = 0.02
-    out_std: float = 0.02
 
     @classmethod
     def settings(cls, config: ModelConfig, parallel: ParallelConfig, mixer: str) -> dict:
@@ -171,8 +168,8 @@ class Recurrent(Mixer):
     ) -> tuple[jax.Array, jax.Array | None]:
         """(output [B, L, H, P], new states)."""
         states = None if cache is None else cache["state"]
-        scan = Scan(ScanSpec(self.spec.chunk, self.spec.backend))
-        y_BLHP, states = scan(inputs, ctx, states)
+        spec = ScanSpec(self.spec.chunk, self.spec.backend)
+        y_BLHP, states = scan(inputs, ctx, states, spec)
         return stored(y_BLHP, "scan_output"), states
 
     def init_cache(self, size: CacheSize) -> dict[str, jax.Array]:

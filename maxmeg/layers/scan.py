@@ -4,7 +4,6 @@ and initial values of its decays and steps.
 Letters beside the legend's: N state, P channels of a head.
 """
 
-import dataclasses
 import math
 import typing
 
@@ -32,29 +31,23 @@ class ScanInputs(typing.NamedTuple):
     beta_BLH: jax.Array | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Scan:
-    """spec: how a whole sequence is scanned."""
-
-    spec: ScanSpec
-
-    def __call__(
-        self, inputs: ScanInputs, ctx: Context, states: jax.Array | None = None
-    ) -> tuple[Float[Array, "B L H P"], jax.Array | None]:
-        """(output, new states). states: [layers, lanes, H, N, P] of a cache in float32; None: the
-        whole sequence, whose parts other devices along context may hold."""
-        if states is None:
-            return chunk_scan_over_context(*inputs, ctx.segments_BL, self.spec), None
-        places = ctx.cache_places
-        assert places is not None and ctx.segments_BL is None
-        length = inputs.v_BLHP.shape[1]
-        inputs = without_padding(inputs, places.is_token(length))
-        before_BHNP = lane_states(states, places)
-        if length <= FEW:
-            y_BLHP, after_BHNP = chunk_scan_step(*inputs, before_BHNP)
-        else:
-            y_BLHP, after_BHNP = chunk_scan(*inputs, None, before_BHNP, self.spec)
-        return y_BLHP, with_lane_states(states, after_BHNP, places)
+def scan(
+    inputs: ScanInputs, ctx: Context, states: jax.Array | None, spec: ScanSpec
+) -> tuple[Float[Array, "B L H P"], jax.Array | None]:
+    """(output, new states). states: [layers, lanes, H, N, P] of a cache in float32; None: the whole
+    sequence, whose parts other devices along context may hold. spec: how a sequence is scanned."""
+    if states is None:
+        return chunk_scan_over_context(*inputs, ctx.segments_BL, spec), None
+    places = ctx.cache_places
+    assert places is not None and ctx.segments_BL is None
+    length = inputs.v_BLHP.shape[1]
+    inputs = without_padding(inputs, places.is_token(length))
+    before_BHNP = lane_states(states, places)
+    if length <= FEW:
+        y_BLHP, after_BHNP = chunk_scan_step(*inputs, before_BHNP)
+    else:
+        y_BLHP, after_BHNP = chunk_scan(*inputs, None, before_BHNP, spec)
+    return y_BLHP, with_lane_states(states, after_BHNP, places)
 
 
 def without_padding(inputs: ScanInputs, is_token_BL: jax.Array) -> ScanInputs:

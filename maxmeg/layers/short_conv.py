@@ -21,15 +21,12 @@ from maxmeg.parallel.collectives import stored
 @dataclasses.dataclass(frozen=True)
 class ShortConvSpec(MixerSpec):
     """kernel_size: number of tokens that the convolution reads, including the current one. bias: of
-    all projections and of the convolution. std, out_std: standard deviations of the initial input
-    and output weights."""
+    all projections and of the convolution."""
 
     name = "conv"
 
     kernel_size: int = 3
     bias: bool = False
-    std: float = 0.02
-    out_std: float = 0.02
 
     def make(self, key: jax.Array) -> "ShortConv":
         return ShortConv(key, self)

@@ -126,10 +126,9 @@ class Ends(nnx.Module):
         h_BLD: Float[Array, "B L D"],
         targets_BL: Int[Array, "B L"],
         weights_BL: Float[Array, "B L"],
-        train: TrainConfig | None = None,
+        train: TrainConfig,
     ) -> tuple[Float[Array, ""], Float[Array, "B L"]]:
         """(sum of weights * (smoothed cross entropy + z-loss), plain cross entropy per target)."""
-        train = train or TrainConfig()
         spec = CrossEntropySpec(
             self.vocab_size, train.z_loss, self.softcap, train.loss_chunk, train.label_smoothing
         )
@@ -145,14 +144,13 @@ class Ends(nnx.Module):
         self,
         h_BLD: Float[Array, "B L D"],
         targets_BL: Int[Array, "B L"],
-        train: TrainConfig | None = None,
+        train: TrainConfig,
         temperature: float = 1.0,
     ) -> Float[Array, "B L"]:
         """Log-probability of each target under logits / temperature, at the memory of
         `token_losses`. Gradients reach `h_BLD` and the output weights; as with `token_losses`, and
         unlike with `logits`, each device that shares the vocabulary differentiates the whole loss
         of its tokens, not its part."""
-        train = train or TrainConfig()
         cap, chunk = self.softcap / temperature, train.loss_chunk
         spec = CrossEntropySpec(self.vocab_size, softcap=cap, chunk=chunk)
         h_TD, output_VD, targets_T = self.tokens(h_BLD, targets_BL)

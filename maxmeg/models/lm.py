@@ -146,9 +146,8 @@ def language_model(key: jax.Array, config: Config) -> LM:
     """The model of a run: an LM, with config.lora frozen in the compute dtype and with adapters."""
     model, lora = LM(key, config.model, config.parallel), config.lora
     if lora.rank:
-        spec = adapters.LoraSpec(lora.rank, lora.alpha, lora.dropout, lora.targets)
         dtype, orders = jnp.dtype(config.model.dtype.value), model.stack.layout.orders
-        model = adapters.adapted(keys_of(key)["adapters"], model, spec, dtype, orders)
+        model = adapters.adapted(keys_of(key)["adapters"], model, lora, dtype, orders)
     if config.optim.qk_clip.threshold:
         set_qk_clip(model, QkClip(**vars(config.optim.qk_clip)))
     annotate(model, gradient_dtype=jnp.dtype(config.parallel.gradient_dtype.value))

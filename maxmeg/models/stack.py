@@ -11,6 +11,7 @@ from jax import lax
 
 from maxmeg.config.recompute import kept_names, offloaded_names
 from maxmeg.layers.context import Context
+from maxmeg.layers.mixer import MixerSpec
 from maxmeg.layers.residual import Residual, ResidualSpec
 from maxmeg.layers.stream import Stream
 from maxmeg.ops.cache import CacheSize
@@ -123,15 +124,8 @@ class Stack(nnx.Module):
         self.repeats = tuple(repeats for _, repeats in pattern)
         self.saved_names, self.offloaded = kept_names(recompute), offloaded_names(recompute)
         self.layout = layout or arrange(self.repeats, 1, (sum(self.repeats),))
-        keys = split(key, len(pattern))
-        self.groups = nnx.List(
-            [
-                make_group(group_key, spec, repeats, np.array(order))
-                for group_key, (spec, repeats), order in zip(
-                    keys, pattern, self.layout.orders, strict=True
-                )
-            ]
-        )
+        rows = zip(split(key, len(pattern)), pattern, self.layout.orders, strict=True)
+        self.groups = nnx.List([make_group(k, *unit, np.array(order)) for k, unit, order in rows])
 
     def __call__(
         self, x: Stream, ctx: Context, cache: list | None = None
@@ -165,29 +159,23 @@ class Stack(nnx.Module):
             first += repeats
         return x, None if cache is None else caches, auxes
 
+    @property
+    def mixers(self) -> list[MixerSpec]:
+        sublayers = [sublayer for group in self.groups for sublayer in group.sublayers]
+        return [mixer for sublayer in sublayers for mixer in sublayer.spec.mixers]
+
     def stream(self, x_BLD: jax.Array, ctx: Context) -> Stream:
         """Arrays that layers read and write beside x; partial sums over pipe, as x."""
-        sublayers = (sublayer for group in self.groups for sublayer in group.sublayers)
-        mixers = (mixer for sublayer in sublayers for mixer in sublayer.spec.mixers)
-        return {name: array for one in mixers for name, array in one.stream(x_BLD, ctx).items()}
+        arrays = [mixer.stream(x_BLD, ctx) for mixer in self.mixers]
+        return {name: array for one in arrays for name, array in one.items()}
 
     def with_tables(self, ctx: Context, dtype: jax.typing.DTypeLike) -> Context:
         """`ctx` with the tables that any layer reads: loops over layers compute none. dtype: of
         activations."""
-        sublayers = (sublayer for group in self.groups for sublayer in group.sublayers)
-        mixers = (mixer for sublayer in sublayers for mixer in sublayer.spec.mixers)
-        makers = [mixer.tables(dtype) for mixer in mixers]
+        makers = [mixer.tables(dtype) for mixer in self.mixers]
         return ctx.with_tables({key: make for one in makers for key, make in one.items()})
 
-    def run_unit(
-        self,
-        unit: Unit,
-        x: Stream,
-        ctx: Context,
-        layer,
-        *,
-        prevent_cse: bool,
-    ):
+    def run_unit(self, unit: Unit, x: Stream, ctx: Context, layer, *, prevent_cse: bool):
         """(output, auxiliary values) of one unit as layer `layer` of the model. Backward reads the
         activations of `saved_names` and recomputes the others.
 
@@ -200,10 +188,8 @@ class Stack(nnx.Module):
             x, _, aux = unit(x, dataclasses.replace(ctx, layer=layer))
             return x, lax.stop_gradient(aux)
 
-        checkpointed = jax.checkpoint(
-            run, policy=keeps(self.saved_names, self.offloaded), prevent_cse=prevent_cse
-        )
-        return checkpointed(unit, x, layer)
+        policy = keeps(self.saved_names, self.offloaded)
+        return jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)(unit, x, layer)
 
     def aux_of(self, aux: list) -> list:
         """Put the auxiliary values of a whole step, stacked in model order for each group, in the

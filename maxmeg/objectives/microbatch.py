@@ -13,7 +13,7 @@ from maxmeg.parallel.batch import Batch
 from maxmeg.parallel.mesh import BATCH_AXES, CONTEXT_AXES, TOKEN_AXES
 
 
-def context(batch: Batch, raw_key: jax.Array | None, layer=0) -> Context:
+def context(batch: Batch, raw_key: jax.Array | None) -> Context:
     """What the layers know about a microbatch. raw_key: of the step's randomness in training, None
     in evaluation."""
     tokens_BS, source = batch.extra.get("encoder_tokens"), None
@@ -26,7 +26,6 @@ def context(batch: Batch, raw_key: jax.Array | None, layer=0) -> Context:
         tokens_BL=batch.tokens,
         rows_B=batch.rows,
         dropout_key=None if raw_key is None else jax.random.wrap_key_data(raw_key),
-        layer=layer,
         microbatch_weight=batch.microbatch_weight,
         training=raw_key is not None,
         chunks_BC=batch.chunks,

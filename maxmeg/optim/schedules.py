@@ -22,7 +22,6 @@ class Schedules(BatchSizes):
         """As of `BatchSizes`."""
         super().__init__(config, batch_multiple, origin)
         self._optim = optim = config.optim
-        _check_optim(optim)
         decay_steps = optim.decay_steps or self.num_steps
         self.decay_samples = optim.decay_samples or self.consumed_samples(decay_steps)
         self.warmup_samples = (
@@ -122,27 +121,3 @@ def _wsd_fraction(shape, progress):
         WsdDecay.exponential: 2 * 0.5**progress - 1,
         WsdDecay.minus_sqrt: 1 - math.sqrt(progress),
     }[shape]
-
-
-def _check_optim(optim):
-    for name in ("warmup", "decay"):
-        steps, samples = getattr(optim, f"{name}_steps"), getattr(optim, f"{name}_samples")
-        if steps and samples:
-            raise ValueError(
-                f"optim.{name}_steps={steps} and optim.{name}_samples={samples} both set a length:"
-                " give one of the two"
-            )
-        if steps < 0 or samples < 0:
-            raise ValueError(f"optim.{name}_steps={steps}, optim.{name}_samples={samples}: >= 0")
-    end = optim.weight_decay_end
-    ramp = optim.weight_decay_ramp
-    if (ramp is WeightDecayRamp.constant) != (end < 0 or end == optim.weight_decay):
-        raise ValueError(
-            f"optim.weight_decay_ramp={ramp.name} with optim.weight_decay={optim.weight_decay} and"
-            f" optim.weight_decay_end={end}: choose a ramp (linear, cosine) together with an end"
-        )
-    if optim.wsd_decay_steps < 0 or (optim.decay is LrDecay.wsd) != (optim.wsd_decay_steps > 0):
-        raise ValueError(
-            f"optim.decay={optim.decay.name} with optim.wsd_decay_steps={optim.wsd_decay_steps}:"
-            " wsd needs a length above 0, no other shape has one"
-        )

@@ -70,3 +70,8 @@ def joined(first, second):
     return jax.tree.map(
         lambda a, b: b if a is None else a, first, second, is_leaf=lambda leaf: leaf is None
     )
+
+
+def copied(tree):
+    """New modules around the same arrays."""
+    return jax.tree.map(lambda leaf: leaf, tree)

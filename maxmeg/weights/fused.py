@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from maxmeg.parallel.parameter import Cut, info, is_variable, replaced
 from maxmeg.parallel.rules import fsdp_dim
+from maxmeg.parallel.trainable import copied
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Fuse:
     multiple: int = 1
 
     def enter(self, model):
-        model = _copy(model)
+        model = copied(model)
         for module in _modules(model):
             for names in _groups(module):
                 weights = [_weight(module, name) for name in names]
@@ -53,7 +54,7 @@ class Fuse:
         return model
 
     def leave(self, gradients):
-        gradients = _copy(gradients)
+        gradients = copied(gradients)
         for module, like in zip(_modules(gradients), _modules(self.trained), strict=True):
             for names in _groups(module):
                 first = _weight(module, names[0])
@@ -96,10 +97,6 @@ def can_fuse(
     }
     sharded = fsdp_dim(weights[0], mesh), None if cut is None else cut.dim
     return len(kinds) == 1 and last not in sharded
-
-
-def _copy(tree):
-    return jax.tree.map(lambda leaf: leaf, tree)  # new modules around the same arrays
 
 
 def _declares(node) -> bool:

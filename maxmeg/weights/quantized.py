@@ -33,6 +33,7 @@ from maxmeg.parallel.mesh import MESH_AXES
 from maxmeg.parallel.ordering import after
 from maxmeg.parallel.parameter import Cut, ParameterInfo, info, num_stacked, replaced
 from maxmeg.parallel.rules import mesh_axes
+from maxmeg.parallel.trainable import copied
 
 KEY = 2**20  # folded into a step's key: of the rounding of gradients (layers are fewer)
 
@@ -104,7 +105,7 @@ class Quantize:
         if recipe is None:
             return model
         check_device(recipe, target_device())
-        model = _copy(model)
+        model = copied(model)
         matrices = quantized_matrices(model, recipe)
         if not matrices:
             raise ValueError(
@@ -125,7 +126,7 @@ class Quantize:
         return model
 
     def leave(self, gradients):
-        gradients = _copy(gradients)
+        gradients = copied(gradients)
         for module in quantizable_modules(gradients):
             module.codes = {}
         return gradients
@@ -196,10 +197,6 @@ def _largest_of_columns(weights: list[nnx.Variable], before) -> list[jax.Array]:
         before = most = max_over(after(most, before), axes)
         largest.append(most)
     return largest
-
-
-def _copy(tree):
-    return jax.tree.map(lambda leaf: leaf, tree)  # new modules around the same arrays
 
 
 def quantizable_modules(model) -> list:

@@ -192,6 +192,11 @@ BAD = [
     ("optim.min_lr=1.0", "optim.min_lr=1.0 | [0, optim.lr=0.0003]"),
     ("optim.warmup_init_lr=-0.1", "optim.warmup_init_lr=-0.1 | [0, optim.lr=0.0003]"),
     ("train.score_scaling=true", "score_scaling=true | objective=ict, retrieve | leave it out"),
+    ("optim.warmup_steps=5; optim.warmup_samples=6", "steps=5 | samples=6 | one of the two"),
+    ("optim.decay=wsd", "decay=wsd | wsd_decay_steps=0 | wsd needs a length"),
+    ("optim.wsd_decay_steps=3", "wsd_decay_steps=3 | no other shape"),
+    ("optim.weight_decay_end=0.5", "weight_decay_end=0.5 | choose a ramp"),
+    ("optim.weight_decay_ramp=linear", "ramp=linear | together with an end"),
     ("optim.optimizer=muon; optim.lr=0.0", "lr=0.0 | muon | > 0"),
     ("optim.muon.nesterov=true", "nesterov | optimizer=muon"),
     (

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 import sentencepiece
+from adapters import merged
 from hf_cases import encoder_decoders, sparse
 from hf_cases import families as families_of_cases
 from hf_folders import (
@@ -44,7 +45,6 @@ from maxmeg.hf.formats.safetensors import SafetensorsFolder
 from maxmeg.inference.load import load_run
 from maxmeg.inference.mesh import local_mesh
 from maxmeg.inference.requests import check_ids
-from maxmeg.layers import lora
 
 BLOCK_BYTES = 1 << 20
 GROWTH_BYTES = 8 << 20  # of peak memory: less than one layer has
@@ -318,7 +318,7 @@ def test_adapters_are_merged_as_they_were_trained(tmp_path):
     convert.export_model(tmp_path / "run", tmp_path / "merged", DType.float32)
     actual = SafetensorsFolder(tmp_path / "merged")
     beside = load_run(str(tmp_path / "run"), master_weights=True).model
-    model = to_arrays(jax.jit(lora.merged)(beside))
+    model = to_arrays(jax.jit(merged)(beside))
     arrays = {name: np.asarray(array) for name, array in model.items()}
     for binding in families.bindings(LLAMA, FAMILY):
         parts = [

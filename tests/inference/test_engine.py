@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from adapters import merged
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from layouts import mesh_of, tiny, tiny_state
@@ -25,7 +26,7 @@ from maxmeg.inference.samples import continue_text
 from maxmeg.inference.sampling import Sampling
 from maxmeg.inference.scheduler import Scheduler
 from maxmeg.layers.context import Context
-from maxmeg.layers.lora import linears, merged
+from maxmeg.layers.lora import linears
 from maxmeg.server import start
 
 GREEDY = Sampling(temperature=0, top_logprobs=3)

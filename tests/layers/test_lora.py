@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from adapters import merged
 
 from maxmeg.config.model import DType, ModelConfig
 from maxmeg.config.schema import Config, LoraConfig
 from maxmeg.config.setting import with_fields
 from maxmeg.layers.context import Context
 from maxmeg.layers.linear import Linear
-from maxmeg.layers.lora import Lora, LoraSpec, initial, linears, merged, targeted
+from maxmeg.layers.lora import Lora, initial, linears, targeted
 from maxmeg.models.lm import LM, language_model
 from maxmeg.parallel.trainable import frozen, joined, trained
 
@@ -50,13 +51,13 @@ def test_a_projection_with_an_adapter_is_its_formula(axes):
     x, a, b = (jnp.float32(rng.normal(size=s)) for s in ((B, L, D), (D, R), (R, F)))
     linear = Linear(jax.random.key(0), (D, F), axes, std=0.5, bias=True)
     plain = np.asarray(linear(x), np.float64)
-    linear.lora = Lora(a, b, axes, LoraSpec(R, 12.0, 0.5, ()), 0)
+    linear.lora = Lora(a, b, axes, LoraConfig(R, 12.0, 0.5, ()), 0)
     expected = plain + 12.0 / R * (np.asarray(x, np.float64) @ a @ b)
     assert np.abs(linear(x) - expected).max() <= TOLERANCE * np.abs(expected).max()
 
 
 def test_dropout_depends_only_on_the_place_and_is_scaled():
-    spec = LoraSpec(1, 1.0, 0.25, ())
+    spec = LoraConfig(1, 1.0, 0.25, ())
     lora = Lora(jnp.ones((4096, 1)), jnp.ones((1, 1)), ("embed", "mlp"), spec, 0)
     training = {"dropout_key": jax.random.key(0), "layer": 1, "training": True}
     ctx = Context(jnp.zeros((B, L), int), rows_B=jnp.arange(B), **training)

@@ -18,8 +18,8 @@ from test_mla import SPECS as LATENTS
 from test_mla import model as latent_attention
 from test_short_conv import SPECS as CONVS
 
+from maxmeg.config.schema import LoraConfig
 from maxmeg.layers.context import Context
-from maxmeg.layers.lora import LoraSpec
 from maxmeg.layers.norm import NormSpec
 from maxmeg.layers.residual import Residual, ResidualSpec
 
@@ -65,7 +65,7 @@ def run_cached(layer, x_BLD, ctx: Context, cache):
 def layer_of(name: str):
     """Latent attention with adapters, options of attention, or a mixer with a state."""
     if name in LATENTS:
-        return latent_attention(LATENTS[name], LoraSpec(3, 2.0, 0.4, ()))
+        return latent_attention(LATENTS[name], LoraConfig(3, 2.0, 0.4, ()))
     if name in OPTIONS:
         spec = dataclasses.replace(ATTENTION, hidden_size=D, **OPTIONS[name])
         return drawn(spec.make, DEVIATION)

@@ -12,11 +12,11 @@ from sharded_layers import check_equal, drawn, on_mesh, with_gradients
 from maxmeg.config.mixers import QkNorm
 from maxmeg.config.model import ModelConfig, Position
 from maxmeg.config.parallel import ParallelConfig
-from maxmeg.config.schema import Config
+from maxmeg.config.schema import Config, LoraConfig
 from maxmeg.config.setting import with_fields
 from maxmeg.config.validate import validate
 from maxmeg.layers.context import Context
-from maxmeg.layers.lora import Lora, LoraSpec, linears
+from maxmeg.layers.lora import Lora, linears
 from maxmeg.layers.mla import Mla, MlaSpec
 from maxmeg.layers.mlp import MlpSpec
 from maxmeg.layers.norm import NormSpec
@@ -41,7 +41,7 @@ SPECS = {
 }  # fmt: skip
 
 
-def model(spec: MlaSpec | ResidualSpec, adapters: LoraSpec | None = None):
+def model(spec: MlaSpec | ResidualSpec, adapters: LoraConfig | None = None):
     """Random weights, also of what starts as zeros; adapters beside every projection."""
 
     def make(key):
@@ -135,7 +135,7 @@ def test_a_mesh_equals_one_device_with_every_dropout():
     """Beside an MLP, which reads the whole sequence; adapters drop parts of sequences too."""
     spec = dataclasses.replace(SPECS["options"], dropout=0.3)
     block = ResidualSpec(NormSpec(), (spec, MlpSpec(D, 12)), dropout=0.2, own_norms=True)
-    layer = model(block, LoraSpec(3, 2.0, 0.4, ()))
+    layer = model(block, LoraConfig(3, 2.0, 0.4, ()))
     alone = found_on(layer, dropped=True)
     check_equal(found_on(layer, dropped=True, fsdp=2, tensor=2), alone)
     ctx = Context(jnp.broadcast_to(jnp.arange(L), (B, L)))

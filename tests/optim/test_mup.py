@@ -12,7 +12,7 @@ from test_build import RATES, TREE
 
 from maxmeg.checkpoint.names import to_arrays
 from maxmeg.config.optimizers import MuonScale
-from maxmeg.config.schema import Config, OptimConfig, Optimizer
+from maxmeg.config.schema import Config, OptimConfig, Optimizer, TrainConfig
 from maxmeg.config.setting import with_fields
 from maxmeg.layers.context import Context
 from maxmeg.models.lm import LM
@@ -61,7 +61,7 @@ def trained(width: int, mup: bool, kind: Optimizer = Optimizer.adamw) -> tuple:
         h_BLD, targets_BL = model.outputs(x, ctx), jnp.roll(ids_BL, -1, axis=1)
         weights_BL = jnp.full(ids_BL.shape, 1 / ids_BL.size)
         outputs = x["target"], model.logits(h_BLD)
-        return model.token_losses(h_BLD, targets_BL, weights_BL)[0], outputs
+        return model.token_losses(h_BLD, targets_BL, weights_BL, TrainConfig())[0], outputs
 
     @jax.jit
     def start(key):

@@ -119,16 +119,11 @@ def test_wsd_falls_over_its_last_steps():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"optim__warmup_steps": 5, "optim__warmup_samples": 5}, "one of the two"),
         ({"optim__warmup_steps": 100}, r"optim.warmup_steps=100 >= train.num_steps=100: warm-up"),
         (
             {"optim__warmup_samples": 999, "optim__decay_steps": 20},
             r"warmup_samples=999 >= optim.decay_steps=20 \(999 >= 640 samples\)",
         ),
-        ({"optim__decay": LrDecay.wsd}, "wsd needs a length"),
-        ({"optim__wsd_decay_steps": 3}, "no other shape"),
-        ({"optim__weight_decay_end": 0.5}, "choose a ramp"),
-        ({"optim__weight_decay_ramp": WeightDecayRamp.linear}, "together with an end"),
         (
             {
                 "optim__decay": LrDecay.wsd,

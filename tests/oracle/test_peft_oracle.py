@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from adapters import merged
 from lora_runs import write_lora_run
 
 from maxmeg.config import files
@@ -17,7 +18,6 @@ from maxmeg.hf.convert import import_model, open_folder
 from maxmeg.hf.peft import export_adapter
 from maxmeg.inference.adapters import with_adapters
 from maxmeg.inference.load import load_run
-from maxmeg.layers.lora import merged
 
 peft = pytest.importorskip("peft")
 
