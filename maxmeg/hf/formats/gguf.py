@@ -95,9 +95,8 @@ TOKENS = {
     "tokenizer.ggml.eos_token_id": "eos_token_id",
     "tokenizer.ggml.padding_token_id": "pad_token_id",
 }
-END_TOKENS = [
-    f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")
-]  # text, turn, message
+# Ends of a text, of a turn and of a message.
+END_TOKENS = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
 ROPE_FACTORS = "rope_freqs.weight"
 NUMBER = r"\.\d+\."  # of an expert, in transformers' names
 
@@ -270,11 +269,8 @@ def describe(
     config = {"architectures": [family.name], "model_type": family.model_type, **family.settings}
     config |= {"vocab_size": vocab_size, "tie_word_embeddings": tied}
     config |= {hf: fields[key] for key, hf in TOKENS.items() if key in fields}
-    ends = [
-        *dict.fromkeys(
-            fields[key] for key in END_TOKENS if fields.get(key, vocab_size) < vocab_size
-        )
-    ]
+    ends = dict.fromkeys(fields[key] for key in END_TOKENS if key in fields)
+    ends = [end for end in ends if end < vocab_size]
     config |= {"eos_token_id": ends} if len(ends) > 1 else {}
     config |= {hf: _plain(settings[key]) for key, hf in family.keys.items() if key in settings}
     heads, width = config["num_attention_heads"], config["hidden_size"]
