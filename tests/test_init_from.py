@@ -44,7 +44,7 @@ def begun(source, parallel: dict, **model) -> tuple[Config, dict[str, np.ndarray
     """The config, and the arrays in model order of a state that begins with the source."""
     fields = {"num_layers": 2, "max_position": 16, **model}
     config = tiny(fields, {"micro_batch_size": 2}, **parallel)
-    config.checkpoint.init_from, config.seed = source[0], 7
+    config.checkpoint.init_from, config.seed = f"{source[0]}/checkpoints/..", 7
     _, abstract, state = tiny_state(config, mesh_of(config))
     wanted, made = to_arrays(abstract), to_arrays(state)
     assert all(made[name].sharding == wanted[name].sharding for name in wanted)

@@ -24,7 +24,7 @@ def place_of(folder: str | os.PathLike[str]) -> Path:
     """
     text = os.fspath(folder)
     if not is_remote(text):
-        return Path(text).absolute()
+        return Path(os.path.abspath(text))  # without "..", which TensorStore refuses
     from etils import epath
     from etils.epath import backend
 
