@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
 sys.path.insert(0, os.environ.get("MAXMEG_CHECKOUT") or str(Path(__file__).parent.parent))
@@ -29,7 +30,7 @@ class Case:
 
     model: str
     gpus: int = 1
-    parallel: dict[str, int] = dataclasses.field(default_factory=dict)
+    parallel: dict[str, typing.Any] = dataclasses.field(default_factory=dict)
     micro_batch: int = 1
     microbatches: int = 1
     length: int = 0
@@ -37,7 +38,9 @@ class Case:
     layers: int = 0
 
     def config(self) -> Config:
-        parallel = ParallelConfig(**self.parallel)
+        defaults = ParallelConfig()
+        fields = {n: type(getattr(defaults, n))(value) for n, value in self.parallel.items()}
+        parallel = ParallelConfig(**fields)
         shards = self.gpus // (parallel.pipe * parallel.tensor * parallel.context)
         train = TrainConfig(
             global_batch_size=self.micro_batch * self.microbatches * shards,

@@ -7,13 +7,14 @@
 
 Compiles the step for absent H100s, nothing allocated, with one sequence per device and microbatch.
 A collective takes the bytes that a device sends over the rate of its group, as the planner has it.
-It is exposed for as long as the matrix products between its start and its end do not last: all of
-it if it is synchronous. All milliseconds are arithmetic over stated rates; nothing is timed. The
-estimated step is the sum of products, of exposed collectives and of the bytes that kernels other
-than products read and write. Every tick of a pipeline is in the program, so the bubble counts as
-products; where stages hold different layers, a stage with those of the most frequent unit counts.
-FLOPs of Mosaic's grouped products, which the text does not tell, are those of the mean load of a
-device: the rows of the buffer over `parallel.expert_buffer`. Further rounds of experts do not run.
+Collectives within a node have one queue, those between nodes another: each begins when its link is
+free, and is exposed for as long as products wait for its end. Products hide nothing twice. All
+milliseconds are arithmetic over stated rates; nothing is timed. The estimated step is the sum of
+products, of exposed collectives and of the bytes that kernels other than products read and write.
+Every tick of a pipeline is in the program, so the bubble counts as products; where stages hold
+different layers, a stage with those of the most frequent unit counts. FLOPs of Mosaic's grouped
+products, which the text does not tell, are those of the mean load of a device: the rows of the
+buffer over `parallel.expert_buffer`. Further rounds of experts do not run.
 
 --table prints a row of Markdown for each of CASES. --checkout: the folder of another commit, whose
 package compiles; this one reads the text. --hlo: a folder that keeps the compiled texts; one that
@@ -103,11 +104,61 @@ class Row:
     beside: float = 0.0
     exposed: float = 0.0  # seconds
 
-    def add(self, runs: int, sent: float, beside: float, seconds: float) -> None:
+    def add(self, runs: int, sent: float, beside: float, exposed: float) -> None:
         self.runs += runs
         self.sent += runs * sent
         self.beside += runs * beside
-        self.exposed += runs * max(0.0, seconds - beside / PRODUCTS)
+        self.exposed += runs * exposed
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """A collective: seconds on its link, which spans so many nodes."""
+
+    axes: tuple[str, ...]
+    kind: str
+    sent: float
+    nodes: int
+    seconds: float
+
+
+def transfer(instruction: hlo.Instruction, mesh: dict[str, int]) -> Transfer | None:
+    """The collective that an instruction is or starts; None: another instruction."""
+    kind = instruction.opcode.removesuffix("-start")
+    if kind not in hlo.KINDS:
+        return None
+    members, nodes = span(instruction, kind, math.prod(mesh.values()))
+    sent, axes = sent_bytes(instruction, kind, members), hlo.axes_along(instruction, mesh)
+    return Transfer(axes, kind, sent, nodes, seconds(kind, sent, members, nodes))
+
+
+def waits(program: hlo.Program, transfers: dict[str, Transfer]) -> dict[str, float]:
+    """Seconds for which products wait, in one run of each computation, for each transfer; both by
+    the names of their instructions. Loops within a computation count as their products."""
+    waiting: dict[str, float] = {}
+    for name, instructions in program.computations.items():
+        if not program.runs[name] or name in program.overlapped:
+            continue
+        now, free, shapes = 0.0, collections.defaultdict(float), {}
+        ends: dict[str, tuple[str, float]] = {}
+        for each in instructions:
+            shapes[each.name] = each.shape
+            inside = [i.name for callee in hlo.callees(each) for i in program.computations[callee]]
+            carried = [n for n in (each.name, *inside) if n in transfers and hlo.starts(each)]
+            carried += [each.name] * (each.name in transfers and not carried)
+            if carried:
+                key, link = carried[0], transfers[carried[0]].nodes > 1
+                free[link] = end = max(now, free[link]) + transfers[key].seconds
+                if hlo.starts(each):
+                    ends[each.name] = key, end
+                else:
+                    waiting[key], now = end - now, end
+            elif (started := hlo.started(each)) in ends:
+                key, end = ends.pop(started)
+                waiting[key], now = max(0.0, end - now), max(now, end)
+            else:
+                now += hlo.flops_within(program, each, shapes) / PRODUCTS
+    return waiting
 
 
 def exposure(program: hlo.Program, mesh: dict[str, int]) -> tuple[dict, dict]:
@@ -118,17 +169,17 @@ def exposure(program: hlo.Program, mesh: dict[str, int]) -> tuple[dict, dict]:
     beside = hlo.flops_beside(program)
     totals: dict[tuple, Row] = collections.defaultdict(Row)
     single: dict[tuple, Row] = collections.defaultdict(Row)
-    for name, instruction, runs in program.instructions():
-        kind = instruction.opcode.removesuffix("-start")
-        if kind not in hlo.KINDS or name in program.unbounded:
+    found = [(name, i, runs, transfer(i, mesh)) for name, i, runs in program.instructions()]
+    found = [(*others, sent) for *others, sent in found if sent is not None]
+    waiting = waits(program, {each.name: sent for _, each, _, sent in found})
+    for name, instruction, runs, sent in found:
+        if name in program.unbounded:
             continue
-        axes = hlo.axes_along(instruction, mesh)
-        members, nodes = span(instruction, kind, math.prod(mesh.values()))
-        sent = sent_bytes(instruction, kind, members)
         flops = beside.get(instruction.name, beside.get(name, 0.0))
         shape = re.sub(r"\{[^}]*\}", "", hlo.result_shape(instruction))
-        for row in (totals[axes, kind], single[axes, kind, f"{instruction.name} {shape[:60]}"]):
-            row.add(runs, sent, flops, seconds(kind, sent, members, nodes))
+        key = sent.axes, sent.kind
+        for row in (totals[key], single[*key, f"{instruction.name} {shape[:60]}"]):
+            row.add(runs, sent.sent, flops, waiting[instruction.name])
     return totals, single
 
 
@@ -294,7 +345,7 @@ def main() -> None:
         parser.error("name a model and a number of GPUs, or --table")
     name, *counts = given.model.split(":")
     layers, microbatches = (int(count) for count in (counts + ["0", "1"][len(counts) :]))
-    axes = {axis: int(size) for axis, size in given.axes}
+    axes = {axis: int(size) if size.isdigit() else size for axis, size in given.axes}
     sizes = 1, microbatches, given.length
     case = Case(name, given.gpus, axes, *sizes, given.recompute, layers)
     title = f"{given.model} on {given.gpus}, {axes}, {given.recompute}"

@@ -45,7 +45,7 @@ from test_random_layouts import FLIPPED, FLOOR, SAME_LOSS, TOLERANCE, documents
 from maxmeg.config.layers import SHARED
 from maxmeg.config.mixers import Activation, ExpertBackend, ExpertExchange, QkNorm, RouterScore
 from maxmeg.config.model import ModelConfig, Norm, NormPlace, Position
-from maxmeg.config.parallel import Schedule
+from maxmeg.config.parallel import LaneOrder, Schedule
 from maxmeg.config.quantization import QuantizationConfig, QuantizationRecipe
 from maxmeg.config.schema import Config, LossBackend
 from maxmeg.config.setting import with_fields
@@ -177,6 +177,8 @@ class Draw:
         rows = max(BATCH // (replicas * mesh["expert"]), 1)
         sizes = [n for n in range(1, rows + 1) if rows % (n * rounds) == 0] or [1]
         self.train["micro_batch_size"] = self.one_of(sizes)
+        if self.train["micro_batch_size"] < rows:
+            mesh["lanes"] = self.one_of(LaneOrder)
         if self.one_of((False, False, True)):
             self.unit = [layer + ",layer_embedding" for layer in self.unit]
         shared = [SHARED_MIXER.sub(r"shared_\1", layer) for layer in self.unit]

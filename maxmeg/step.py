@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from maxmeg.config.parallel import LaneOrder
 from maxmeg.config.recompute import offloaded_alone
 from maxmeg.config.schema import Config
 from maxmeg.layers import auxiliary
@@ -125,8 +126,9 @@ def make_gradients(
     dtype, recipe = jnp.dtype(config.model.dtype.value), recipe_of(config.train.quantization)
     stored = training_transforms(model, mesh, config.parallel.zero1, dtype, recipe)
     specs = jax.tree.map(lambda a: a.sharding.spec, model)
-    pipelined = SCHEDULES[config.parallel.schedule.value]
-    schedule = pipelined if config.parallel.pipe > 1 else one_f_one_b
+    pipelined, parallel = SCHEDULES[config.parallel.schedule.value], config.parallel
+    together = parallel.lanes is LaneOrder.together
+    schedule = functools.partial(pipelined if parallel.pipe > 1 else one_f_one_b, together=together)
 
     def local(model, batch, raw_key, scale):
         masks, reduction = objective.masks(model, batch), config.train.loss_reduction
@@ -203,7 +205,9 @@ def make_train_step(
         return TrainState(state.step + 1, model, new.moments, *rest), metrics
 
     is_fp8 = recipe_of(config.train.quantization) is not None
-    options = compiler_options(abstract.model, mesh, config.parallel.zero1, fp8=is_fp8)
+    two_lanes = config.parallel.lanes is LaneOrder.together
+    zero1 = config.parallel.zero1
+    options = compiler_options(abstract.model, mesh, zero1, is_fp8, two_lanes)
     return jax.jit(
         train_step,
         donate_argnums=0,

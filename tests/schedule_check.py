@@ -1,8 +1,9 @@
 """The invariants of every schedule table.
 
 `check` proves that the executor can run a table: in a tick the forward lane comes first, then the
-head, backward and weight gradients; a value sent to another stage arrives at the next tick and is
-used in it; the residuals of a stage lie in the numbered slots of a ring.
+head, backward and weight gradients, or with the lanes together both lanes, head and weights; a
+value sent to another stage arrives at the next tick and is used in it; the residuals of a stage lie
+in the numbered slots of a ring.
 """
 
 import dataclasses
@@ -60,8 +61,13 @@ def _check_arrivals(times: Times) -> None:
 
 def _check_head(table: Table, times: Times) -> None:
     user = "forward" if table.backward is None else "backward"
-    expected = np.full(table.ticks, -1)
-    expected[times[user][:, -1, -1]] = np.arange(table.microbatches)
+    expected, used = np.full(table.ticks, -1), times[user][:, -1, -1]
+    if table.together:  # the gradient of the head of a tick lies in one place for the next
+        used = used - 1
+        assert (times["forward"][:, -1, -1] == used).all(), (
+            "backward not on the tick after the head"
+        )
+    expected[used] = np.arange(table.microbatches)
     assert (np.asarray(table.head) == expected).all(), f"head not at the {user} of the last stage"
 
 

@@ -18,6 +18,9 @@ class Schedule(enum.Enum):
     zero_bubble = "zero_bubble"
 
 
+LaneOrder = enum.Enum("LaneOrder", {"apart": "apart", "together": "together"})
+
+
 GPUS_A_NODE = 8
 
 
@@ -116,6 +119,12 @@ class ParallelConfig(Section):
     schedule: Schedule = setting(
         Schedule.one_f_one_b,
         "pipeline schedule: one_f_one_b | zero_bubble (separate weight gradients)",
+    )
+    lanes: LaneOrder = setting(
+        LaneOrder.apart,
+        "forward of one microbatch and backward of another: apart, one after the other | together, "
+        "layer by layer in one loop, so that the products of one hide the collectives of the other "
+        "(memory for one more microbatch; the same numbers)",
     )
     chunks: int = setting(
         1,

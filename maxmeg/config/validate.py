@@ -20,7 +20,7 @@ from maxmeg.config.model_rules import (
     training_problems,
 )
 from maxmeg.config.optim_rules import optim_problems
-from maxmeg.config.parallel import ParallelConfig, Schedule
+from maxmeg.config.parallel import LaneOrder, ParallelConfig, Schedule
 from maxmeg.config.schema import Config, WatchdogConfig
 from maxmeg.config.setting import check_bounds, declared_problems, divisors, get
 from maxmeg.config.stages import units_of_chunks
@@ -416,10 +416,10 @@ def upcycling_problems(config: Config):
 
 
 def train_problems(config: Config, sizes: dict[str, int]):
-    train = config.train
+    train, parallel = config.train, config.parallel
     unit = batch_unit(config, sizes)
+    rounds = f" x pipe {sizes['pipe']} (interleaved)" if parallel.chunks > 1 else ""
     if train.global_batch_size < 1 or train.global_batch_size % unit:
-        rounds = f" x pipe {sizes['pipe']} (interleaved)" if config.parallel.chunks > 1 else ""
         below = train.global_batch_size // unit * unit
         nearest = f"{below} and {below + unit}" if below else f"{unit} and {2 * unit}"
         yield (
@@ -432,6 +432,13 @@ def train_problems(config: Config, sizes: dict[str, int]):
         yield (
             f"parallel.pipe={sizes['pipe']} needs microbatches: set train.micro_batch_size to the "
             "samples a device and microbatch, for at least as many microbatches as stages"
+        )
+    is_one = not train.micro_batch_size or (train.global_batch_size == unit and not rounds)
+    if parallel.lanes is LaneOrder.together and is_one:
+        yield (
+            "parallel.lanes=together runs one microbatch beside another, and this batch is one: "
+            "set train.micro_batch_size so that train.global_batch_size="
+            f"{train.global_batch_size} has several, or parallel.lanes=apart"
         )
 
 

@@ -46,14 +46,19 @@ def never(tree) -> jax.Array:
 
 
 def depending(tree, before):
-    """The tree, each element of which depends on `before`.
+    """The tree, each element of which depends on `before`, but for random keys.
 
     ops/experts/dispatch.py: the gradient of the weights before that of the rows
     distributed/experts/exchange.py: a loop of further rounds before backward of the earlier ones,
         whose results would take memory while the loop runs
     """
     is_never = never(before)
-    return jax.tree.map(lambda leaf: leaf + is_never.astype(leaf.dtype), tree)
+
+    def one(leaf):
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        return leaf if is_key else leaf + is_never.astype(leaf.dtype)
+
+    return jax.tree.map(one, tree)
 
 
 def zeros_after(tree, shape: tuple[int, ...], dtype=jnp.float32) -> jax.Array:

@@ -36,8 +36,8 @@ class GroupGradients:
 
     gradients: shapes of a layer's gradients, gathered over fsdp. weights: of the group. once:
     nothing is added, as a single tick makes gradients: what ZeRO-1 cuts then has shards alone.
-    Otherwise the last tick writes each shard into the beginning of its row. if_held(place, run, x):
-    run(x) on stages that hold a layer at this place.
+    Otherwise the last tick writes each shard into the beginning of its row. if_held(places, run,
+    x): run(x) on stages that hold a layer at one of the places.
     """
 
     def __init__(self, gradients, weights: GroupWeights, once: bool, if_held: Callable):
@@ -105,13 +105,13 @@ class GroupGradients:
         at = jnp.maximum(place, 0)
         if not last or self.once:
             reduce = self.reduced if last else self.over_fsdp
-            _, shards = self.if_held(at, lambda _: (None, reduce(gradients)), None)
+            _, shards = self.if_held([at], lambda _: (None, reduce(gradients)), None)
             return self.accumulated(rows, at, shards)
 
         def reduce_with(earlier):
             new = self.over_fsdp(gradients)
             total = combine(without(earlier, without(earlier, new)), new)
-            return self.if_held(at, lambda _: (None, scatter_layer(total)), None)[1]
+            return self.if_held([at], lambda _: (None, scatter_layer(total)), None)[1]
 
         return self.with_shards(rows, at, reduce_with, place >= 0)
 

@@ -52,13 +52,13 @@ class UnitVjp:
         return jax.tree.unflatten(self.structure, leaves)(dy)
 
 
-def check_offloaded(names: frozenset[str], vjps: list[UnitVjp], inputs: list, x) -> None:
-    """ValueError for names that `model.recompute` offloads but no layer stores. inputs: (params,
-    constants) of each vjp; x: the hidden states; all abstract."""
+def check_offloaded(names: frozenset[str], vjps: list[tuple], x) -> None:
+    """ValueError for names that `model.recompute` offloads but no layer stores. vjps: each with its
+    params and constants; x: the hidden states; all abstract."""
     if not vjps or not names:
         return
     stored = set[str]()
-    for vjp, (params, constants) in zip(vjps, inputs, strict=True):
+    for vjp, params, constants in vjps:
         stored |= activation_names(jax.make_jaxpr(vjp.forward)(params, x, constants).jaxpr)
     if names - stored:
         raise ValueError(

@@ -38,7 +38,8 @@ class Table:
     backward: gradients of inputs and weights; with a weight lane, of inputs alone.
     head [ticks]: the microbatch whose loss is computed, -1 for none. Its input is the last stage's
     output of this tick.
-    slots, deferred: sizes of the ring buffers.
+    slots, deferred: sizes of the ring buffers. together: in a tick, one loop over layers runs both
+    lanes, and the head after it; the last stage's backward is one tick after its head.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Table:
     head: np.ndarray
     slots: int
     deferred: int = 0
+    together: bool = False
 
     @property
     def ticks(self) -> int:
@@ -61,17 +63,21 @@ class Table:
         return {name: lane for name, lane in every.items() if lane is not None}
 
 
-def one_f_one_b(microbatches: int, stages: int, chunks: int = 1) -> Table:
+def one_f_one_b(microbatches: int, stages: int, chunks: int = 1, together: bool = False) -> Table:
     """1F1B; with more than one chunk a stage interleaved 1F1B, for multiples of `stages`.
 
     Microbatch m = g * stages + i of chunk v runs forward on stage s at tick
     s + g * stages * chunks + v * stages + i; backward mirrors it from tick stages * chunks - 1 on.
+    together: of several microbatches, the lanes of a tick together, and backward one tick later: as
+    many ticks of each lane, one slot more.
     """
-    forward, backward = _staggered(microbatches, stages, chunks)
-    return _table("one_f_one_b", (microbatches, stages, chunks), forward, backward)
+    together = together and microbatches > 1
+    forward, backward = _staggered(microbatches, stages, chunks, delay=int(together))
+    sizes = (microbatches, stages, chunks)
+    return _table("one_f_one_b", sizes, forward, backward, together=together)
 
 
-def zero_bubble(microbatches: int, stages: int, chunks: int = 1) -> Table:
+def zero_bubble(microbatches: int, stages: int, chunks: int = 1, together: bool = False) -> Table:
     """1F1B with weight gradients in a lane of their own, on all stages at once, in the cool-down.
 
     ZB-H1: stages that run freely lose (S - 1)(F + B - W) in this order, with 1F1B's memory. In
@@ -82,10 +88,10 @@ def zero_bubble(microbatches: int, stages: int, chunks: int = 1) -> Table:
         raise ValueError(
             f"the schedule zero_bubble has one chunk a stage, not parallel.chunks={chunks}"
         )
-    M, S = microbatches, stages
-    forward, backward = _staggered(M, S, 1)
-    weight = {(s, 2 * S - 2 + m): (m, 0) for s in range(S) for m in range(M)}
-    return _table("zero_bubble", (M, S, 1), forward, backward, weight)
+    M, S, together = microbatches, stages, together and microbatches > 1
+    forward, backward = _staggered(M, S, 1, delay=int(together))
+    weight = {(s, 2 * S - 2 + together + m): (m, 0) for s in range(S) for m in range(M)}
+    return _table("zero_bubble", (M, S, 1), forward, backward, weight, together)
 
 
 def forward_only(microbatches: int, stages: int, chunks: int = 1) -> Table:
@@ -186,7 +192,7 @@ def _ticks(table: Table, lane: Lane) -> np.ndarray:
 Units = dict[tuple[int, int], tuple[int, int]]  # (stage, tick) -> (microbatch, chunk)
 
 
-def _staggered(M: int, S: int, V: int) -> tuple[Units, Units]:
+def _staggered(M: int, S: int, V: int, delay: int = 0) -> tuple[Units, Units]:
     if V > 1 and M % S:
         choices = [str(number) for number in (M // S * S, (M // S + 1) * S) if number]
         raise ValueError(
@@ -200,7 +206,7 @@ def _staggered(M: int, S: int, V: int) -> tuple[Units, Units]:
             for s in range(S):
                 forward[s, s + (group * V + v) * S + i] = (m, v)
                 mirrored = S - 1 - s + (group * V + V - 1 - v) * S + i
-                backward[s, S * V - 1 + mirrored] = (m, v)
+                backward[s, S * V - 1 + delay + mirrored] = (m, v)
     return forward, backward
 
 
@@ -217,6 +223,7 @@ def _table(
     forward: Units,
     backward: Units | None,
     weight: Units | None = None,
+    together: bool = False,
 ) -> Table:
     """The table of these units, with its slots, and the head where the last stage needs it."""
     M, S, V = sizes
@@ -231,7 +238,7 @@ def _table(
         slots = _assign(f, readers, [lane.slot for lane in (f, *readers)])
     if b is not None and w is not None:
         deferred = _assign(b, [w], [b.deferred, w.deferred])
-    return Table(name, S, M, V, f, b, w, head, slots, deferred)
+    return Table(name, S, M, V, f, b, w, head, slots, deferred, together)
 
 
 def _assign(writer: Lane, readers: list[Lane], numbers: list[np.ndarray]) -> int:

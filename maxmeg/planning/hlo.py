@@ -175,6 +175,12 @@ def starts(instruction: Instruction) -> bool:
     return asynchronous and not _SYNCHRONOUS.search(instruction.attributes)
 
 
+def started(instruction: Instruction) -> str:
+    """The name of the start whose end an instruction is; empty if it is no end."""
+    operand = _OPERAND.search(instruction.attributes)
+    return operand[1] if operand and instruction.opcode.endswith("-done") else ""
+
+
 def collectives(program: Program, mesh: dict[str, int]) -> tuple[Collective, ...]:
     """All collectives, summed by kind, mesh axes, runs, asynchrony and boundedness.
 
@@ -402,9 +408,8 @@ def flops_beside(program: Program) -> dict[str, float]:
         pending: dict[str, float] = {}
         for instruction in instructions:
             shapes[instruction.name] = instruction.shape
-            done = _OPERAND.search(instruction.attributes)
-            if instruction.opcode.endswith("-done") and done and done[1] in pending:
-                overlap[done[1]] = pending.pop(done[1])
+            if (done := started(instruction)) in pending:
+                overlap[done] = pending.pop(done)
             elif starts(instruction):
                 pending[instruction.name] = 0.0
             elif pending:

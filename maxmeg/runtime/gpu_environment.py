@@ -66,8 +66,14 @@ COMBINED = "xla_gpu_reduce_scatter_combine_threshold_bytes"
 XLA_COMBINES = 30 * 2**20  # its default
 
 # XLA schedules one collective at a time. With two in flight, an all-gather over one mesh axis can
-# overlap a collective over another; ring attention's backward sends K and V beside their gradients.
+# overlap a collective over another; ring attention's backward sends K and V beside their gradients;
+# and two lanes have their own.
 AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
+
+# XLA schedules for less memory instead of less waiting once a program takes more than this per cent
+# of what its arguments leave of 80 % of the GPU. By default 95, though the pool is larger.
+SLOP = "xla_gpu_memory_limit_slop_factor"
+SLOP_PERCENT = int(95 * MEMORY_FRACTION / 0.8)
 
 # XLA's own Triton products read wider copies of 8-bit operands; cuBLAS multiplies the codes.
 TRITON_PRODUCTS = "xla_gpu_enable_triton_gemm"
@@ -111,7 +117,7 @@ def gpu_environment(
             added[name] = value
         elif environ[name] != value:
             users.append(f"{name}={environ[name]}")
-    ours = (COMBINED, AT_ONCE, TRITON_PRODUCTS)  # `compiler_options`
+    ours = (COMBINED, AT_ONCE, SLOP, TRITON_PRODUCTS)  # `compiler_options`
     users += [flag for flag in user_flags(environ).split() if any(name in flag for name in ours)]
     if deterministic:
         added["XLA_FLAGS"] = deterministic_flags(user_flags(environ))
@@ -202,22 +208,25 @@ def pool_fraction() -> float:
 
 
 def compiler_options(
-    model, mesh: Mesh, zero1: bool = False, fp8: bool = False
+    model, mesh: Mesh, zero1: bool = False, fp8: bool = False, two_lanes: bool = False
 ) -> dict[str, int | bool]:
     """Options with which XLA compiles a train step of `model` for `mesh`; none on CPUs.
 
     Reduce-scatters of gradients are combined up to the size of the layers' largest matrix on a
     device, so that two large ones are not. Two collectives run at once where axes inside nodes and
-    axes across nodes meet: they use different links. fp8: whether products have 8-bit operands;
-    then all products are cuBLAS calls. A flag in XLA_FLAGS wins.
+    axes across nodes meet, which use different links, and with two lanes (parallel.lanes). XLA may
+    use the pool of `MEMORY_FRACTION`. fp8: whether products have 8-bit operands; then all products
+    are cuBLAS calls. A flag in XLA_FLAGS wins.
     """
     if mesh.devices.flat[0].platform not in ("cuda", "gpu"):
         return {}
     size = largest_shard(model, mesh, zero1)
-    options: dict[str, int | bool] = {COMBINED: size} if 0 < size < XLA_COMBINES else {}
+    options: dict[str, int | bool] = {SLOP: SLOP_PERCENT}
+    if 0 < size < XLA_COMBINES:
+        options[COMBINED] = size
     if fp8:
         options[TRITON_PRODUCTS] = False
-    if len(links(mesh)) > 1 or mesh.shape["context"] > 1:
+    if len(links(mesh)) > 1 or mesh.shape["context"] > 1 or two_lanes:
         options[AT_ONCE] = 2
     users = user_flags(os.environ)
     return {n: value for n, value in options.items() if n not in users and is_known(n, value)}

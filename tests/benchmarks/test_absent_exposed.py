@@ -69,3 +69,26 @@ def test_exposed_seconds_are_what_products_leave():
     assert gather.exposed == pytest.approx(sent / nvlink)
     hidden = 2 * SIZE**3 / absent_exposed.PRODUCTS
     assert scatter.exposed == pytest.approx(gather.exposed - hidden)
+
+
+def test_products_hide_one_collective_of_a_link_at_a_time():
+    """Two gathers within the node are in flight beside the same product: the second waits."""
+    groups = "replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}"
+    gathered = f"(bf16[{SIZE // 8},{SIZE}], bf16[{SIZE},{SIZE}])"
+    lines = [
+        f"%a = bf16[{SIZE // 8},{SIZE}] parameter(0)",
+        *(f"%s{i} = {gathered} all-gather-start(%a), {groups}" for i in (0, 1)),
+        f"%p = bf16[{SIZE},{SIZE}] parameter(1)",
+        f"%d = bf16[{SIZE},{SIZE}] dot(%p, %p), lhs_contracting_dims={{1}}, "
+        "rhs_contracting_dims={0}",
+        *(f"%e{i} = bf16[{SIZE},{SIZE}] all-gather-done(%s{i})" for i in (0, 1)),
+        f"ROOT %t = (bf16[{SIZE},{SIZE}], bf16[{SIZE},{SIZE}]) tuple(%e0, %e1)",
+    ]
+    body = "\n".join(f"  {line}" for line in lines)
+    program = hlo.parse(f"HloModule m\n\nENTRY %main () -> bf16[8] {{\n{body}\n}}\n")
+    _, single = absent_exposed.exposure(program, {"fsdp": 8, "tensor": 1})
+    first, second = (row.exposed for _, row in sorted(single.items()))
+    one = 2 * SIZE**2 * 7 / 8 / absent_exposed.CLUSTER.link_rate(1, 8)  # bfloat16
+    product = 2 * SIZE**3 / absent_exposed.PRODUCTS
+    assert first == pytest.approx(one - product)
+    assert second == pytest.approx(one)

@@ -175,6 +175,7 @@ BAD = [
         "rotary.short_factors must be 16 positive numbers | are 1 | rotary.long_factors",
     ),
     ("parallel.pipe=2; model.scan_layers=false", "scan_layers=false | pipe=2"),
+    ("parallel.lanes=together", "parallel.lanes=together | one | micro_batch_size | lanes=apart"),
     ("parallel.tensor=8", "model.attention.num_heads=4 | parallel.tensor=8 | tensor in 1, 2, 4"),
     (
         "model.hidden_size=96; model.attention.num_heads=12; model.attention.num_kv_heads=6; "

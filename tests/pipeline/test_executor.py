@@ -27,7 +27,7 @@ from layouts import (
 )
 
 from maxmeg.config.model import ModelConfig
-from maxmeg.config.parallel import ParallelConfig, Schedule
+from maxmeg.config.parallel import LaneOrder, ParallelConfig, Schedule
 from maxmeg.config.schema import Config
 from maxmeg.config.stages import units_of_chunks
 from maxmeg.eval_step import make_eval_step
@@ -64,12 +64,14 @@ ORDERS = {
     "1f1b": {},
     "interleaved": {"chunks": 2},
     "zero_bubble": {"schedule": Schedule.zero_bubble},
+    "together": {"lanes": LaneOrder.together},
 }
 ZERO1 = {"pipe": 2, "data": 2, "fsdp": 2}
 UNITS = {"pipe": 2, "fsdp": 2, "tensor": 2, "chunk_layers": (2, 1)}
 QUICK = [
     ("llama", {"pipe": 2, "fsdp": 2, "tensor": 2, "chunks": 2}, {"recompute": "full"}, 1),
     ("llama", ZERO1 | {"chunks": 2}, {}, 1),
+    ("llama", {"pipe": 2, "tensor": 2, "pad_layers": True} | ORDERS["together"], {}, BATCH // 4),
 ]
 SLOW = [  # model, layout, settings, rows of a microbatch
     # every schedule on two stages and on four
@@ -92,6 +94,16 @@ SLOW = [  # model, layout, settings, rows of a microbatch
     ("everything", {"pipe": 2, "fsdp": 1, "data": 2, "tensor": 2} | ORDERS["zero_bubble"], {}, 2),
     ("everything", {"pipe": 2, "data": 4, "fsdp": 1, "zero1": False}, {}, 1),
     ("everything", {"pipe": 4, "fsdp": 1, "chunks": 2, "pad_layers": True}, {"num_layers": 10}, 1),
+    # both lanes in one loop: in chunks, without loops, with a weight lane, beside other groups
+    ("llama", ZERO1 | {"chunks": 2} | ORDERS["together"], {"recompute": "full"}, 1),
+    ("llama", {"fsdp": 2} | ORDERS["together"], {"scan_layers": False}, BATCH // 4),
+    ("convolutions", UNITS | ORDERS["zero_bubble"] | ORDERS["together"], {}, 2),
+    (
+        "everything",
+        {"pipe": 4, "fsdp": 1, "chunks": 2, "pad_layers": True} | ORDERS["together"],
+        {"num_layers": 10},
+        1,
+    ),
 ]
 
 
@@ -156,7 +168,9 @@ def test_auxiliary_values_are_combined_by_their_kind(order):
             lambda outer: outer,
             head,
         )
-        table = SCHEDULES[parallel.schedule.value](4, parallel.pipe, parallel.chunks)
+        together = parallel.lanes is LaneOrder.together
+        schedule = SCHEDULES[parallel.schedule.value]
+        table = schedule(4, parallel.pipe, parallel.chunks, together)
         _, _, aux = run_pipeline(program, table, layout)
         return {"stack_aux": over_devices(aux, MESH_AXES)}
 
@@ -245,6 +259,7 @@ FOUR_STAGES = {"pipe": 4, "fsdp": 1}
     [
         (FOUR_STAGES, 16, 256, 1, 1.01),
         (FOUR_STAGES | ORDERS["zero_bubble"], 16, 256, 1, 1.01),
+        (FOUR_STAGES | ORDERS["together"], 16, 256, 1, 1.01),
         # two microbatches have no loop: the second's forward must wait for the first's backward
         ({"data": 2, "fsdp": 1}, 2, 4, 1 / 1.01, 1.01),
     ],

@@ -41,31 +41,32 @@ class Expected:
     lost: tuple[float, float, float]  # of F, B, W
 
 
-def one_f_one_b_forms(S: int, M: int, V: int) -> Expected:
-    """Stage s makes its k-th forward at tick s + k and its k-th backward at SV + S - 2 - s + k."""
-    deepest = [S * (V + 1) - 1 - 2 * s for s in range(S)]  # V = 1: 2 (S - 1 - s) + 1
+def one_f_one_b_forms(S: int, M: int, V: int, delay: int = 0) -> Expected:
+    """Stage s makes its k-th forward at tick s + k and its k-th backward at SV + S - 2 - s + k, and
+    `delay` later."""
+    deepest = [S * (V + 1) - 1 - 2 * s + delay for s in range(S)]  # V = 1: 2 (S - 1 - s) + 1
     lost = (S - 1) / V
     return Expected(
-        ticks=M * V + S * V + S - 2,
+        ticks=M * V + S * V + S - 2 + delay,
         live=[min(M * V, depth) for depth in deepest],
-        slots=min(M * V + 1, deepest[0]),
+        slots=min(M * V + (S > 1 or not delay), deepest[0]),
         deferred=0,
         lost=(lost, lost, lost),
     )
 
 
-def zero_bubble_forms(S: int, M: int, V: int) -> Expected:
+def zero_bubble_forms(S: int, M: int, V: int, delay: int = 0) -> Expected:
     """As 1F1B, read last by the weights at tick 2S - 2 + m on every stage, without a bubble."""
     return Expected(
-        ticks=M + 2 * S - 2,
-        live=[min(M, 2 * S - 1 - s) for s in range(S)],
-        slots=min(M + 1, 2 * S - 1),
+        ticks=M + 2 * S - 2 + delay,
+        live=[min(M, 2 * S - 1 - s + delay) for s in range(S)],
+        slots=min(M + 1, 2 * S - 1 + delay),
         deferred=min(M + 1, S),
         lost=(S - 1.0, S - 1.0, 0.0),
     )
 
 
-def forward_only_forms(S: int, M: int, V: int) -> Expected:
+def forward_only_forms(S: int, M: int, V: int, delay: int = 0) -> Expected:
     return Expected(M * V + S - 1, [0] * S, 0, 0, ((S - 1) / V, 0.0, 0.0))
 
 
@@ -76,16 +77,20 @@ FORMS: dict[Callable, tuple[Callable[[int, int, int], Expected], range]] = {
 }
 
 
+EVERY = [(schedule, {}) for schedule in FORMS]
+EVERY += [(schedule, {"together": True}) for schedule in SCHEDULES.values()]
+
+
 @pytest.mark.parametrize("stages", STAGES)
-@pytest.mark.parametrize("schedule", FORMS, ids=lambda schedule: schedule.__name__)
-def test_tables_over_the_grid_keep_the_invariants_and_equal_closed_forms(schedule, stages: int):
+@pytest.mark.parametrize(("schedule", "lanes"), EVERY)
+def test_tables_over_the_grid_keep_the_invariants_and_equal_closed_forms(schedule, lanes, stages):
     forms, chunk_counts = FORMS[schedule]
     for chunks in chunk_counts:
         for microbatches in range(1, 4 * stages + 1):
             if chunks > 1 and microbatches % stages:
                 continue
-            table = schedule(microbatches, stages, chunks)
-            expected = forms(stages, microbatches, chunks)
+            table = schedule(microbatches, stages, chunks, **lanes)
+            expected = forms(stages, microbatches, chunks, len(lanes) * (microbatches > 1))
             check(table)
             actual = Expected(
                 table.ticks,

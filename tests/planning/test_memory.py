@@ -11,7 +11,7 @@ from tables import thinned
 from maxmeg.config.architectures import architecture
 from maxmeg.config.mixers import Activation, ExpertBackend, QkNorm
 from maxmeg.config.model import DType, ModelConfig, Norm, NormPlace
-from maxmeg.config.parallel import Schedule
+from maxmeg.config.parallel import LaneOrder, ParallelConfig, Schedule
 from maxmeg.config.schema import (
     Config,
     TrainConfig,
@@ -157,14 +157,18 @@ def test_deferred_is_what_the_weight_lane_keeps(kind, mode):
     assert unit_deferred(work, work.units[0]) == pytest.approx(kept, rel=RESIDUALS)
 
 
+@pytest.mark.parametrize("order", LaneOrder)
 @pytest.mark.parametrize("stages", [2, 3, 4, 8])
-def test_lanes_are_those_of_the_tables(stages):
+def test_lanes_are_those_of_the_tables(stages, order):
     for name, make in SCHEDULES.items():
         for chunks in (1, 2, 3) if name == "one_f_one_b" else (1,):
             counts = {1, 2, stages, 2 * stages, 4 * stages + 1} if chunks == 1 else {stages}
             for microbatches in counts | {5 * stages}:
-                table = make(microbatches, stages, chunks)
-                found = lanes(Schedule(name), microbatches, stages, chunks)
+                table = make(microbatches, stages, chunks, order is LaneOrder.together)
+                parallel = ParallelConfig(
+                    pipe=stages, chunks=chunks, schedule=Schedule(name), lanes=order
+                )
+                found = lanes(parallel, microbatches)
                 assert (found.slots, found.deferred) == (table.slots, table.deferred)
                 on = {n: int(lane.active.any(axis=1).sum()) for n, lane in table.lanes().items()}
                 assert (found.forward, found.backward) == (on["forward"], on["backward"])

@@ -23,6 +23,8 @@ from maxmeg.runtime.gpu_environment import (
     AT_ONCE,
     COMBINED,
     MEMORY_FRACTION,
+    SLOP,
+    SLOP_PERCENT,
     compiler_options,
     generation_of,
     gpu_environment,
@@ -205,12 +207,14 @@ def test_scatters_of_large_matrices_are_not_combined_with_others(monkeypatch):
     device = types.SimpleNamespace(platform="cuda")
     gpus: Any = types.SimpleNamespace(devices=np.array([device]), shape=mesh.shape)
     size = 4 * config.model.hidden_size * 96 // 8
-    assert compiler_options(model, gpus) == {COMBINED: size}
+    always = {SLOP: SLOP_PERCENT}
+    assert compiler_options(model, gpus) == always | {COMBINED: size}
     monkeypatch.setenv("XLA_FLAGS", f"--{COMBINED}=7")
-    assert compiler_options(model, gpus) == {}
+    assert compiler_options(model, gpus) == always
+    assert compiler_options(model, gpus, two_lanes=True) == always | {AT_ONCE: 2}
     monkeypatch.delenv("XLA_FLAGS")
     monkeypatch.setattr("maxmeg.runtime.gpu_environment.XLA_COMBINES", size)
-    assert compiler_options(model, gpus) == {}
+    assert compiler_options(model, gpus) == always
 
 
 def test_an_option_that_xla_does_not_know_is_left_out_with_a_warning(caplog):

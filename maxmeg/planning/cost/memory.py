@@ -87,11 +87,13 @@ def transposes(work: Workload) -> bool:
 def activations(work: Workload) -> int:
     """Bytes stored for backward at the peak.
 
-    Without a pipeline: every layer of one microbatch. With one: the ring buffers.
+    Without a pipeline: every layer of one microbatch, or of two with the lanes together. With one:
+    the ring buffers.
     """
     if not work.pipelined:
         layers = zip(work.units, work.places, strict=True)
-        return sum(unit_activations(work, unit) * places for unit, places in layers)
+        slots = work.lanes.slots
+        return slots * sum(unit_activations(work, unit) * places for unit, places in layers)
     return sum(rings(work))
 
 

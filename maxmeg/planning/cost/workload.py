@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from maxmeg.config.model import DType, ModelConfig, Position
-from maxmeg.config.parallel import ParallelConfig, Schedule
+from maxmeg.config.parallel import LaneOrder, ParallelConfig, Schedule
 from maxmeg.config.recompute import POLICIES, kept_names, offloaded_names
 from maxmeg.config.schema import Config
 from maxmeg.config.setting import with_fields
@@ -314,7 +314,7 @@ def workload(config: Config, num_devices: int, device: Device | None = None) -> 
         max(chunks, key=load),
         blocks,
         _shards(every, mesh, stored, vocabulary, parallel.zero1, over, multiple),
-        lanes(parallel.schedule, microbatches, parallel.pipe, parallel.chunks),
+        lanes(parallel, microbatches),
         device or gpu_here(),
         target,
     )
@@ -379,17 +379,19 @@ def padded(
     return parameter.variable.replace(jax.ShapeDtypeStruct(shape, parameter.variable.dtype))
 
 
-def lanes(schedule: Schedule, microbatches: int, stages: int, chunks: int) -> Lanes:
+def lanes(parallel: ParallelConfig, microbatches: int) -> Lanes:
     """Closed forms of the schedule's table with M microbatches, S stages, V chunks per stage.
 
     Active ticks: M V + S - 1 in forward and in backward, M in a weight lane. Slots: the smaller of
-    S V + S - 1 and M V + 1 (one for the writes of idle stages). Deferred units of
-    zero bubble: the smaller of S and M + 1. A single stage runs every lane once per microbatch.
+    S V + S - 1 (one more with the lanes together) and M V + 1 (one for the writes of idle stages).
+    Deferred units of zero bubble: the smaller of S and M + 1. A single stage runs every lane once
+    per microbatch.
     """
-    M, S, V = microbatches, stages, chunks
+    M, S, V = microbatches, parallel.pipe, parallel.chunks
+    delay = int(parallel.lanes is LaneOrder.together and M > 1)
     if S == 1:
-        return Lanes(0, 0, M, M, M)
-    ticks, slots = M * V + S - 1, min(M * V + 1, S * V + S - 1)
-    if schedule is Schedule.zero_bubble:
+        return Lanes(1 + delay, 0, M, M, M)
+    ticks, slots = M * V + S - 1, min(M * V + 1, S * V + S - 1 + delay)
+    if parallel.schedule is Schedule.zero_bubble:
         return Lanes(slots, min(M + 1, S), ticks, ticks, M)
     return Lanes(slots, 0, ticks, ticks, ticks)
