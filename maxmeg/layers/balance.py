@@ -26,13 +26,13 @@ TOKENS, DROPPED = "expert_tokens", "expert_dropped"  # names of the other auxili
 
 
 def balanced(
-    routing: Routing, logits_TE: Float[Array, "T E"], rows: int, moe: Any, ctx: Context
+    routing: Routing, logits_TE: Float[Array, "T E"], rows: int, moe: Any, pieces: int, ctx: Context
 ) -> tuple[Float[Array, "T K"], dict[str, Array]]:
     """(routing weights unchanged, auxiliary values); backward also adds the losses' gradients.
 
     Auxiliary values: the tokens of each expert [E], the number of dropped copies, and each loss
     without its coefficient, times the number of copies. moe: a layers.moe.Moe; rows: number of
-    sequences.
+    sequences. pieces: parts of each, to which the capacity applies.
     """
     spec, (experts_TK, weights_TK) = moe.spec, routing
     counts_E = count_values(experts_TK, logits_TE.shape[1], jnp.float32)
@@ -45,7 +45,7 @@ def balanced(
         weights_TK = with_loss(weights_TK, fraction * ctx.microbatch_weight * total)
     copies = experts_TK.size * collectives.axis_size(TOKEN_AXES)
     aux = {name: loss * copies for name, loss in losses.items()}
-    aux |= {TOKENS: counts_E, DROPPED: dropped(experts_TK, rows, moe.pieces(ctx), spec)}
+    aux |= {TOKENS: counts_E, DROPPED: dropped(experts_TK, rows, pieces, spec)}
     return weights_TK, aux
 
 

@@ -1,9 +1,7 @@
 """Mixture of experts: a router, routed experts, an optional shared expert.
 
-Experts are spread over EXPERT_AXES of the mesh and split over EXPERT_TENSOR_AXES. Tokens go to
-their experts by all-to-all (distributed/experts/exchange.py). Or they are all-gathered, each device
-runs its experts, and the outputs are reduce-scattered, as in a tensor-parallel layer. No token is
-dropped unless the spec sets a capacity.
+distributed/experts/call.py brings tokens to their experts, which several devices divide. No token
+is dropped unless the spec sets a capacity.
 """
 
 import dataclasses
@@ -18,16 +16,7 @@ from maxmeg.config.mixers import ExpertDrop, MoeConfig
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.setting import shared_values
-from maxmeg.distributed.experts.exchange import (
-    Blocks,
-    Exchange,
-    Places,
-    block_rows,
-    make_exchange,
-    plan_dispatch,
-    run_rounds,
-)
-from maxmeg.distributed.experts.nodes import Nodes, exchange_by_node, node_rows
+from maxmeg.distributed.experts.call import EXPERT_TENSOR_AXES, ExpertCall
 from maxmeg.layers.balance import TOKENS, balanced
 from maxmeg.layers.context import Context
 from maxmeg.layers.embedding import lookup
@@ -39,27 +28,15 @@ from maxmeg.ops.activation import activate
 from maxmeg.ops.backend import Device, log_choice, target_device
 from maxmeg.ops.broadcast import broadcast
 from maxmeg.ops.experts.choice import BATCHED, choose_backend, warn_of_xla
-from maxmeg.ops.experts.dispatch import (
-    capacity_of,
-    collect,
-    places_in_experts,
-    rows_of_copies,
-    sort_by_expert,
-    spread,
-    weighted_rows,
-)
+from maxmeg.ops.experts.dispatch import weighted_rows
 from maxmeg.ops.experts.grouped_matmul import grouped_matmul
 from maxmeg.ops.experts.routing import Routing, RoutingSpec, Score, jittered, route, updated_bias
 from maxmeg.ops.quantized import Quantized, Recipe
 from maxmeg.ops.random import normal, split
 from maxmeg.parallel import collectives
 from maxmeg.parallel.collectives import stored, unshard_parameter
-from maxmeg.parallel.mesh import EXPERT_AXES, TOKEN_AXES
 from maxmeg.parallel.parameter import annotate, info, parameter, state
 
-GATHER_AXES = tuple(axis for axis in EXPERT_AXES if axis in TOKEN_AXES)
-# The two parts of tensor: devices with different experts, and devices that share each expert.
-EXPERT_FOLD_AXES, EXPERT_TENSOR_AXES = ("fold",), ("tensor",)
 NORMS = ("router", "experts", "experts_out", "shared", "shared_out")
 JITTER_PLACE = 2  # number of the jitter among the uses of randomness in a layer
 
@@ -331,15 +308,16 @@ class Moe(Mixer):
         logits_TE = self._logits(router_BLD, ctx)
         bias_E = None if self.bias is None else self.bias[...]
         routing = route(logits_TE, self.spec.routing, bias_E, ctx.training)
-        weights_TK, aux = balanced(routing, logits_TE, h_BLD.shape[0], self, ctx)
+        call = ExpertCall(self.spec, self.experts, ctx.sequence_sharded)
+        weights_TK, aux = balanced(routing, logits_TE, h_BLD.shape[0], self, call.pieces, ctx)
         if self.expert_scale is not None:
             weights_TK *= self.expert_scale[...].astype(weights_TK.dtype)[routing.experts_TK]
         routing = Routing(self._of_tokens(routing.experts_TK, ctx), weights_TK)
         if self.latent_down is None or self.latent_up is None:
-            y_BLD = self._experts(h_BLD, routing, ctx)
+            y_BLD = call(h_BLD, routing)
         else:
             low_BLD = stored(self.latent_down(h_BLD, ctx), "expert_latent")
-            y_BLD = self._experts(low_BLD, routing, ctx)
+            y_BLD = call(low_BLD, routing)
             y_BLD = self.latent_up(y_BLD, ctx)
         y_BLD = y_BLD if self.norms is None else self.norms["experts_out"](y_BLD)
         if self.shared is not None:
@@ -383,95 +361,3 @@ class Moe(Mixer):
         if self.logit_bias is not None:
             logits_TE += self.logit_bias[...].astype(jnp.float32)
         return logits_TE
-
-    def _is_exchanged(self, ctx: Context) -> bool:
-        """Whether tokens go to other devices by all-to-all."""
-        allowed = ctx.sequence_sharded and self.spec.exchange != "gather"
-        return allowed and collectives.axis_size(EXPERT_AXES) > 1
-
-    def pieces(self, ctx: Context) -> int:
-        """Number of parts of the local sequence, to each of which the capacity applies."""
-        return collectives.axis_size(EXPERT_FOLD_AXES) if self._is_exchanged(ctx) else 1
-
-    def _experts(
-        self, h_BLD: Float[Array, "B L D"], routing: Routing, ctx: Context
-    ) -> Float[Array, "B M D"]:
-        """Weighted sums of the routed experts' outputs for the local sequence shard."""
-        spec, top_k = self.spec, self.spec.routing.top_k
-        if not self._is_exchanged(ctx):
-            y_TD = self._gathered(h_BLD.reshape(-1, h_BLD.shape[-1]), routing)
-            return collectives.scatter_sequence(y_TD.reshape(h_BLD.shape), ctx.sequence_sharded)
-        rows = h_BLD.shape[0]
-        local = (h_BLD, *(array.reshape(rows, -1, top_k) for array in routing))
-        local = [collectives.local_part(array, EXPERT_FOLD_AXES, 1) for array in local]
-        x_TD, experts_TK, weights_TK = (a.reshape(-1, a.shape[-1]) for a in local)
-        routing = Routing(experts_TK, weights_TK)
-        places_TK, limit = self._places(routing)
-        is_kept_TK, number = places_TK < limit, len(x_TD)
-        exchange = self._exchange(number, limit)
-        if spec.nodes > 1:
-            sent = node_rows(number, spec.nodes, spec.routing, spec.buffer)
-            direct = None if sent == number else exchange
-            nodes = Nodes(self._exchange(number, limit, sent * spec.nodes), sent, direct)
-            y_TD = exchange_by_node(nodes, self.experts, x_TD, routing, is_kept_TK)
-        elif isinstance(exchange, Blocks):
-            plan = Places(experts_TK, places_TK)
-            y_TD = run_rounds(exchange, self.experts, x_TD, weights_TK, plan)
-        else:
-            plan = plan_dispatch(experts_TK, self.experts.up.shape[-3], is_kept_TK, exchange)
-            y_TD = run_rounds(exchange, self.experts, x_TD, weights_TK, plan)
-        y_BLD = y_TD.reshape(rows, -1, h_BLD.shape[-1])
-        return collectives.scatter(y_BLD, EXPERT_TENSOR_AXES, 1)
-
-    def _in_blocks(self) -> bool:
-        return self.experts.backend() == BATCHED
-
-    def _exchange(self, tokens: int, limit: int, received: int = 0) -> Blocks | Exchange:
-        """The exchange of `tokens` tokens per device over EXPERT_AXES; inside a node if `received`
-        rows came from all of them."""
-        spec, nodes = self.spec, self.spec.nodes if received else 1
-        if self._in_blocks():
-            limit = min(limit * nodes, received) if received else limit
-            return self._blocks(tokens * nodes, limit, axes=EXPERT_AXES, nodes=nodes)
-        local, top_k = self.experts.up.shape[-3], spec.routing.top_k
-        return make_exchange(tokens, top_k, local, EXPERT_AXES, spec.buffer, nodes, received)
-
-    def _blocks(self, tokens: int, limit: int, **layout) -> Blocks:
-        """Blocks of the experts for `tokens` tokens per device."""
-        spec = self.spec
-        sizes = tokens, spec.routing.top_k, spec.routing.num_experts
-        rows = limit if spec.pad else block_rows(*sizes, spec.buffer, limit)
-        devices = collectives.axis_size(layout.get("axes", ())) // layout.get("nodes", 1)
-        count = self.experts.up.shape[-3] * devices
-        return Blocks(count, rows, limit, **layout)
-
-    def _places(self, routing: Routing) -> tuple[Int[Array, "T K"], int]:
-        """(place of each copy at its expert, number of places); (zeros, 1) if nothing reads it."""
-        spec, (experts_TK, weights_TK) = self.spec, routing
-        num_experts, top_k = spec.routing.num_experts, spec.routing.top_k
-        if not spec.capacity and not self._in_blocks():
-            return jnp.zeros(experts_TK.shape, jnp.int32), 1
-        limit = len(experts_TK)
-        if spec.capacity:
-            limit = capacity_of(limit, top_k, num_experts, spec.capacity)
-        priority_TK = jax.lax.stop_gradient(weights_TK) if spec.drop_by_weight else None
-        return places_in_experts(experts_TK, num_experts, priority_TK), limit
-
-    def _gathered(self, x_TD: Float[Array, "T D"], routing: Routing) -> Float[Array, "T D"]:
-        """As `_experts`, with all-gathered tokens: partial sums over TENSOR_AXES."""
-        count, devices = self.experts.up.shape[-3], collectives.axis_size(GATHER_AXES)
-        places_TK, limit = self._places(routing)
-        blocks = self._blocks(len(x_TD), limit, senders=devices)
-        sent_TK = places_TK if self._in_blocks() else places_TK < limit
-        x_TD, experts_TK, weights_TK, sent_TK = (
-            collectives.gather(array, GATHER_AXES, 0) for array in (x_TD, *routing, sent_TK)
-        )
-        local_TK = experts_TK - collectives.first_index(EXPERT_AXES, count)
-        if self._in_blocks():
-            plan = Places(local_TK, sent_TK)
-            y_TD = run_rounds(blocks, self.experts, x_TD, weights_TK, plan)
-        else:
-            order = sort_by_expert(local_TK, count, is_kept_TK=sent_TK)
-            weights_R = rows_of_copies(weights_TK, order)
-            y_TD = collect(self.experts(spread(x_TD, order), order.sizes_E, weights_R), order)
-        return collectives.scatter(y_TD, GATHER_AXES, 0)
