@@ -32,12 +32,11 @@ from maxmeg.data.source import Corpora, Source
 from maxmeg.evals.perplexity import StopRequested, mean_loss, validation_metrics
 from maxmeg.inference.samples import sample_at_end
 from maxmeg.objectives.objective import Objective
-from maxmeg.ops.attention.call import warn_of_xla
 from maxmeg.optim.schedules import Schedules
 from maxmeg.parallel.batch import Batch
 from maxmeg.parallel.mesh import sizes_of
 from maxmeg.planning.compile import check_step
-from maxmeg.planning.remedies import planned_kernels, planned_memory
+from maxmeg.planning.remedies import planned_memory
 from maxmeg.planning.show.text import memory_table
 from maxmeg.processes import multihost
 from maxmeg.program import Program
@@ -50,12 +49,10 @@ from maxmeg.runtime.faults.watchdog import SAVING, Watchdog
 from maxmeg.runtime.garbage import collected_every
 from maxmeg.runtime.gpu_environment import set_gpu_environment
 from maxmeg.runtime.logs import start_logging
-from maxmeg.runtime.metrics.parameter_table import parameter_rows, parameter_table
-from maxmeg.runtime.metrics.plots import validation_words, write_plots
-from maxmeg.runtime.metrics.summary import print_resumed, summary
+from maxmeg.runtime.metrics.summary import print_end, print_resumed, print_summary
 from maxmeg.runtime.observe import Observer
-from maxmeg.runtime.screen import say, width
-from maxmeg.runtime.slurm import resuming_words, warn_of_late_save
+from maxmeg.runtime.screen import say
+from maxmeg.runtime.slurm import warn_of_late_save
 from maxmeg.state import evaluated_model
 
 
@@ -207,19 +204,8 @@ def finish(run: Run, state) -> None:
     if done and (prompt := sample_prompt(config, run.source, data)):
         model = evaluated_model(state, config.optim.ema.evaluates)
         sample = sample_at_end(prompt, model, config, run.tokenizer, step, mesh, saved)
-    if not multihost.is_primary():
-        return
-    if sample:
-        lines = (line.rstrip() for line in sample.rstrip().splitlines())
-        print("", "--- sample", *lines, "---", sep="\n")
-    if words := validation_words(config.run_dir):
-        print(f"{words}{', of the averaged weights' * config.optim.ema.evaluates}")
-    for title, path in write_plots(config.run_dir).items():
-        print(f"{title}: {path}")
-    if saved:
-        print(f"checkpoint: {files.checkpoint_folder(config)}, step {step}")
-    if not done:
-        print(f"stopped after step {step}; {resuming_words()}")
+    if multihost.is_primary():
+        print_end(config, step, sample, saved)
 
 
 def announce(run: Run, start: Start) -> None:
@@ -228,18 +214,7 @@ def announce(run: Run, start: Start) -> None:
         return
     print_resumed(run.config, start.step, start.metadata)
     if start.step < run.config.train.num_steps:
-        print_summary(run)
-
-
-def print_summary(run: Run) -> None:
-    config = run.config
-    for label, text in summary(config, sizes_of(run.program.mesh), run.program.abstract):
-        say(text, label)
-    for reason, words in planned_kernels(config, jax.device_count())[1].items():
-        warn_of_xla(reason, words)
-    if config.log.parameters:
-        table = parameter_table(parameter_rows(run.program.abstract.model), width())
-        print(*table, sep="\n", flush=True)
+        print_summary(run.config, sizes_of(run.program.mesh), run.program.abstract)
 
 
 def set_up(config: Config, cache: str = "") -> None:
@@ -271,7 +246,7 @@ def dry_run(config: Config) -> None:
         step, metadata = (resumed.step, resumed.metadata) if resumed else (0, {})
         if multihost.is_primary():
             print_resumed(settings, step, metadata, "would resume")
-            print_summary(run)
+            print_summary(run.config, sizes_of(run.program.mesh), run.program.abstract)
             if memory := planned_memory(run.config, jax.device_count()):
                 print(*memory_table(memory), sep="\n", flush=True)
         if step < config.train.num_steps:

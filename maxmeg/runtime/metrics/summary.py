@@ -1,4 +1,5 @@
-"""What a run is about to train, in lines of a terminal: model, parameters, memory, mesh, batch."""
+"""What a run is about to train, in lines of a terminal: model, parameters, memory, mesh, batch; and
+what it has made at its end."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -9,13 +10,17 @@ import jax
 from maxmeg.config import files
 from maxmeg.config.schema import Config, Optimizer
 from maxmeg.data import run_folder
+from maxmeg.ops.attention.call import warn_of_xla
 from maxmeg.ops.recipes import recipe_of
 from maxmeg.parallel.parameter import info
 from maxmeg.planning.cost.parameters import num_parameters, parameters
 from maxmeg.planning.remedies import planned_kernels, planned_memory
 from maxmeg.runtime.metrics.memory import memory_limit
+from maxmeg.runtime.metrics.parameter_table import parameter_rows, parameter_table
+from maxmeg.runtime.metrics.plots import validation_words, write_plots
 from maxmeg.runtime.metrics.progress import memory_size, quantity
-from maxmeg.runtime.screen import say
+from maxmeg.runtime.screen import say, width
+from maxmeg.runtime.slurm import resuming_words
 
 _BATCH_AXES = ("data", "fsdp", "expert")
 
@@ -134,3 +139,32 @@ def print_resumed(
             f"already finished at step {step}: raise train.num_steps={config.train.num_steps} to "
             "train further, or choose another run_dir"
         )
+
+
+def print_summary(config: Config, axes: Mapping[str, int], state) -> None:
+    """Print the `summary` and, with log.parameters, all parameters; warn of kernels that a GPU
+    lacks. Arguments as of `summary`."""
+    for label, text in summary(config, axes, state):
+        say(text, label)
+    for reason, words in planned_kernels(config, jax.device_count())[1].items():
+        warn_of_xla(reason, words)
+    if config.log.parameters:
+        table = parameter_table(parameter_rows(state.model), width())
+        print(*table, sep="\n", flush=True)
+
+
+def print_end(config: Config, step: int, sample: str, saved: bool) -> None:
+    """Print a sample of text, validation losses and where things are, and draw the charts.
+
+    step: of the last state; saved: whether its checkpoint is complete."""
+    if sample:
+        lines = (line.rstrip() for line in sample.rstrip().splitlines())
+        print("", "--- sample", *lines, "---", sep="\n")
+    if words := validation_words(config.run_dir):
+        print(f"{words}{', of the averaged weights' * config.optim.ema.evaluates}")
+    for title, path in write_plots(config.run_dir).items():
+        print(f"{title}: {path}")
+    if saved:
+        print(f"checkpoint: {files.checkpoint_folder(config)}, step {step}")
+    if step < config.train.num_steps:
+        print(f"stopped after step {step}; {resuming_words()}")
