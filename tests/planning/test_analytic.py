@@ -8,7 +8,7 @@ import pytest
 from layouts import of
 
 from maxmeg.config.architectures import ARCHITECTURES, architecture
-from maxmeg.config.parallel import Schedule
+from maxmeg.config.parallel import LaneOrder, Schedule
 from maxmeg.config.quantization import BlockBackend, QuantizationRecipe
 from maxmeg.config.recompute import POLICIES
 from maxmeg.config.validate import head_problems
@@ -70,6 +70,23 @@ def test_bubble_is_the_tables(name):
     on = {n: int(units.active.any(axis=1).sum()) for n, units in table.lanes().items()}
     expected = sum(on[n] * seconds[n] for n in on) / (8 * sum(seconds.values())) - 1
     assert analyze(config, parse_cluster("h100x4")).bubble_fraction == pytest.approx(expected)
+
+
+def test_lanes_together_hide_communication_in_ticks_that_have_both():
+    """With the products, the bubble and all else as before; of one microbatch nothing."""
+    cluster = parse_cluster("h100x8")
+    sizes = {"pipe": 2, "tensor": 4}
+    saved = []
+    for microbatches in (4, 64):
+        apart, together = (
+            analyze(of("llama3-8b", 8, 1, microbatches, **sizes, lanes=order), cluster)
+            for order in LaneOrder
+        )
+        assert together.bubble_fraction == apart.bubble_fraction
+        assert together.compute_seconds == apart.compute_seconds
+        assert sum(together.memory.values()) > sum(apart.memory.values())
+        saved.append(1 - together.communication_seconds / apart.communication_seconds)
+    assert 0 < saved[0] < saved[1] < 1
 
 
 @pytest.mark.parametrize("name", [n for n in ARCHITECTURES if not architecture(n).has_source][::12])

@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Sequence
 
 from maxmeg.config import values
+from maxmeg.config.parallel import LaneOrder
 from maxmeg.config.schema import Config
 from maxmeg.config.stages import is_balanced, units_of_chunks
 from maxmeg.config.validate import axis_sizes, validate
@@ -70,8 +71,11 @@ def plan_of(config: Config, count: int) -> Plan:
         "experts": experts_words(config, sizes),
     }
     name, pipe = pathlib.Path(config.run_dir).name, sizes["pipe"]
-    schedule = SCHEDULES[config.parallel.schedule.name]
-    table = schedule(microbatches, pipe, config.parallel.chunks) if pipe > 1 else None
+    parallel, table = config.parallel, None
+    if pipe > 1:
+        together = parallel.lanes is LaneOrder.together
+        schedule = SCHEDULES[parallel.schedule.name]
+        table = schedule(microbatches, pipe, parallel.chunks, together)
     return Plan(name, "", {key: text for key, text in words.items() if text}, table)
 
 
