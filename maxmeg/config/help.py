@@ -44,7 +44,7 @@ def describe(
     """
     if group and group != _EVERY:
         return "\n".join(_lines_of(group, has_settings))
-    lines = [*_paragraphs(summary)]
+    lines = [*paragraphs(summary)]
     if options is not None:
         lines += ["", "options:"]
         for field in dataclasses.fields(options):
@@ -114,7 +114,7 @@ def _wrapped(text: str, first: str, rest: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, break_on_hyphens=False, **indents)
 
 
-def _paragraphs(summary: str) -> Iterator[str]:
+def paragraphs(summary: str) -> Iterator[str]:
     """Yield the lines of a docstring; indented ones, which are commands, as they stand."""
     for number, paragraph in enumerate(summary.strip().split("\n\n")):
         yield from [""] * bool(number)

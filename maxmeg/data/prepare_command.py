@@ -8,6 +8,7 @@ import typing
 from collections.abc import Sequence
 from pathlib import Path
 
+from maxmeg.config.help import paragraphs
 from maxmeg.data.prepare.encoding import Options, Report
 from maxmeg.data.prepare.run import PART_BYTES, Share, prepare
 from maxmeg.runtime.slurm import array_task
@@ -37,8 +38,8 @@ class Parser(argparse.ArgumentParser):
 def parse_arguments(description: str | None, arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command's flags, which have Megatron-LM's names."""
     parser = Parser(
-        "maxmeg preprocess", description=description, allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "maxmeg preprocess", description="\n".join(paragraphs(description or "")),
+        allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     add_input_flags(parser)
     parser.add_argument(

@@ -121,6 +121,13 @@ def test_a_command_is_there(name, capsys):
         assert ("optim 5" in shown) == (COMMANDS[name].config is not False)
 
 
+def test_help_of_preprocess_fits_a_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(WIDTH))
+    with pytest.raises(SystemExit):
+        main(["preprocess", "--help"])
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= WIDTH
+
+
 def test_help_shows_all_settings_or_a_group(capsys):
     paths = [f"  --{path} (" for path, _, _ in walk(Config())]
     for group, start in (("all", ""), ("model.mup", "model.mup."), ("optim", "optim.")):

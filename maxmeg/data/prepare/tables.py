@@ -54,7 +54,8 @@ def _field(path: Path, name: str) -> list:
             return value
         raise ValueError(f"{name}={value!r}"[:80])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from None
+        problem = f"{path} is damaged: {type(error).__name__}: {error}"
+        raise ValueError(f"{problem}: save the dataset again with save_to_disk") from None
 
 
 def rows_before(path: str) -> tuple[int, ...]:
