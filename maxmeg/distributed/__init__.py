@@ -1,1 +1,2 @@
-"""Algorithms over several devices: attention over context shards, exchange of experts' tokens."""
+"""Algorithms over several devices: attention and scans over context, exchange of experts'
+tokens, whole matrices of sharded parameters."""

@@ -329,8 +329,9 @@ class Attention(Mixer):
             return kv_BL2GK[:, :, 0], kv_BL2GK[:, :, 1]
         k_BLI = stored(outputs[0], "key")
         v_BLI = stored(outputs[1], "value") if outputs[1:] else k_BLI
-        k_BLGK = self.rotated(normalized(k_BLI, self.key_norm, heads), ctx)
-        return k_BLGK, normalized(v_BLI, self.value_norm, heads)
+        k_BLGK = normalized(k_BLI, self.key_norm, heads)
+        v_BLGK = normalized(v_BLI, self.value_norm, heads)
+        return self.rotated(k_BLGK, ctx), v_BLGK
 
     def rotated(self, x_BLHK: jax.Array, ctx: Context) -> jax.Array:
         rotary = self.spec.rotary
