@@ -45,7 +45,7 @@ from maxmeg.planning.cost.attention import (
 )
 from maxmeg.planning.cost.communication import traffic
 from maxmeg.planning.cost.experts import shared_seconds, streamed, surplus_seconds
-from maxmeg.planning.cost.flops import layer_flops, training_flops
+from maxmeg.planning.cost.flops import MULTIPLY_ADD, products_and_scores, training_flops
 from maxmeg.planning.cost.loss import FLOAT32
 from maxmeg.planning.cost.memory import activations_by_mode, device_memory, head
 from maxmeg.planning.cost.offload import host_memory, offload_seconds
@@ -100,9 +100,8 @@ def analyze_work(work: Workload, cluster: Cluster) -> Analytic:
     ideal = units * layers * (lane.forward + lane.backward + lane.weight)
     ticks = lanes.forward * lane.forward + lanes.backward * lane.backward
     bubble = layers * (ticks + lanes.weight * lane.weight) - ideal
-    compute = (
-        ideal + work.microbatches * ends_seconds(work, cluster) + update_seconds(work, cluster)
-    )
+    compute = ideal + work.microbatches * ends_seconds(work, cluster)
+    compute += update_seconds(work, cluster)
     products = product_seconds(work, cluster)
     forward = units * layers * products.forward
     backward = units * layers * (products.backward + products.weight)
@@ -216,7 +215,8 @@ def product_seconds(work: Workload, cluster: Cluster) -> LayerSeconds:
     """Seconds of the average layer's matrix products and attention."""
     model, tensor = work.config.model, work.axes["tensor"]
     data = work.config.data
-    products, scores = layer_flops(model, data.sequence_length, data.source_tokens)
+    sums = products_and_scores(model, data.sequence_length, data.source_tokens)
+    products, scores = (MULTIPLY_ADD * total / model.num_layers for total in sums)
     cut = work.axes["context"]
     products = work.samples * products / cut + repeated_products(work)
     recipe = work.recipe

@@ -93,11 +93,6 @@ class Cluster:
     count: int
 
     @property
-    def memory(self) -> int:
-        """Bytes of one GPU's memory as CUDA reports it."""
-        return int(self.gpu.cuda_gib * GIB)
-
-    @property
     def capacity(self) -> int:
         """Bytes of XLA's memory pool on one GPU, as `runtime.gpu_environment` sets it."""
         return int(self.gpu.cuda_gib * GIB * pool_fraction())

@@ -13,13 +13,12 @@ from maxmeg.ops.backend import Device
 from maxmeg.planning.analytic import analyze_work
 from maxmeg.planning.cost.memory import device_memory, parameter_memory
 from maxmeg.planning.cost.workload import workload
-from maxmeg.planning.hardware import GPUS_A_NODE, Cluster, has_whole_nodes
+from maxmeg.planning.hardware import GIB, GPUS_A_NODE, Cluster, has_whole_nodes
 from maxmeg.planning.report import MARGIN, Analytic
 
 MICRO_BATCHES = (1, 2, 4, 8)
 MOST_CHUNKS = 8
 MOST_GPUS = 2**16  # limit of the search for a sufficient number of GPUs
-GIB = 2**30
 PLAIN = {"schedule": Schedule.one_f_one_b, "chunks": 1, "pad_layers": False}
 LONG = 32768  # tokens of a sequence from which on the search divides it over context
 LEAST_PIECE = 4096  # tokens of it on a device, unless the batch is smaller than the replicas
@@ -84,7 +83,7 @@ def search(config: Config, cluster: Cluster) -> list[Candidate]:
 def fitting(config: Config, cluster: Cluster) -> list[Candidate]:
     """The layouts that fit, each with the first recompute policy with which it does."""
     candidates = []
-    for layout in layouts(with_recompute(config, "minimal"), cluster.count):
+    for layout in layouts(with_fields(config, {"model.recompute": "minimal"}), cluster.count):
         work = workload(layout, cluster.count, cluster.device)
         if sum(parameter_memory(work).values()) > usable(cluster):
             continue  # under every policy
@@ -198,10 +197,6 @@ def needed_bytes(config: Config, count: int, device: Device | None = None) -> in
     return sum(device_memory(workload(config, count, device)).values())
 
 
-def with_recompute(config: Config, policy: str) -> Config:
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, recompute=policy))
-
-
 def _with(config: Config, parallel: dict, micro: int) -> Config:
     """`config` with these fields, and its layers divided evenly over the stages."""
     even = {"chunk_layers": (), "first_stage_layers": 0, "last_stage_layers": 0}
@@ -228,16 +223,12 @@ def _is_valid(config: Config, count: int) -> bool:
 def least(config: Config, count: int, device: Device) -> tuple[int, Config | None]:
     """(bytes per device, layout) of the layout that needs least, under full recomputation."""
     best: tuple[int, Config | None] = (0, None)
-    for layout in layouts(with_recompute(config, "full"), count, micro_batches=(1,)):
+    full = with_fields(config, {"model.recompute": "full"})
+    for layout in layouts(full, count, micro_batches=(1,)):
         size = needed_bytes(layout, count, device)
         if best[1] is None or size < best[0]:
             best = size, layout
     return best
-
-
-def _inner(parallel: ParallelConfig) -> str:
-    sizes = {"expert": parallel.expert, "context": parallel.context}
-    return "".join(f", {name}={size}" for name, size in sizes.items() if size > 1)
 
 
 def _nothing_fits(config: Config, cluster: Cluster) -> str:
@@ -253,6 +244,8 @@ def _nothing_fits(config: Config, cluster: Cluster) -> str:
             f"replicas divide (best a multiple of {unit}), or another number of GPUs"
         )
     parallel, over = layout.parallel, size - usable(cluster)
+    sizes = {"expert": parallel.expert, "context": parallel.context}
+    others = "".join(f", {name}={size}" for name, size in sizes.items() if size > 1)
     offload = ", optim.offload" * config.optim.offload
     enough = cluster.count
     while enough <= MOST_GPUS:
@@ -266,7 +259,7 @@ def _nothing_fits(config: Config, cluster: Cluster) -> str:
     return (
         f"the model does not fit {where} under any layout: the least found is {size / GIB:.1f} GiB "
         f"a GPU (tensor={parallel.tensor}, pipe={parallel.pipe}, fsdp={parallel.fsdp}, "
-        f"data={parallel.data}{_inner(parallel)}, full recompute{offload}), {over / GIB:.1f} GiB "
+        f"data={parallel.data}{others}, full recompute{offload}), {over / GIB:.1f} GiB "
         f"more than the {usable(cluster) / GIB:.1f} GiB that are planned of the "
         f"{cluster.capacity / GIB:.1f} GiB of one; {remedy}"
     )

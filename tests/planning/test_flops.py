@@ -1,4 +1,7 @@
-"""FLOPs against Megatron-LM's numbers; names of GPUs."""
+"""FLOPs against Megatron-LM's numbers, and what the planner knows of mixers; names of GPUs."""
+
+import ast
+from pathlib import Path
 
 import pytest
 
@@ -6,6 +9,7 @@ from maxmeg.config.architectures import architecture
 from maxmeg.config.mixers import Activation
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.setting import with_fields
+from maxmeg.planning import cost
 from maxmeg.planning.cost.flops import training_flops
 from maxmeg.planning.cost.parameters import parameter_counts
 from maxmeg.planning.hardware import gpu, peak_tflops
@@ -126,3 +130,16 @@ def test_a_convolution_multiplies_each_token_by_all_of_its_weights():
     counts = parameter_counts(model)
     weights = counts["conv"] + counts["mlp"] + counts["output"]
     assert training_flops(model, tokens) == 6 * tokens * weights
+
+
+def test_the_planner_names_no_mixer_but_attention_and_experts():
+    """A further mixer is planned by what its spec answers: weights, multiplications, widths."""
+    trees = [ast.parse(path.read_text()) for path in Path(cost.__path__[0]).parent.rglob("*.py")]
+    imported = [
+        alias.name
+        for node in (node for tree in trees for node in ast.walk(tree))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("maxmeg.layers")
+        for alias in node.names
+    ]
+    specs = {name for name in imported if name.endswith("Spec")}
+    assert specs == {"MixerSpec", "ResidualSpec", "AttentionSpec", "MoeSpec"}

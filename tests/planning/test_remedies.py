@@ -7,7 +7,7 @@ from maxmeg.config.schema import Config
 from maxmeg.config.setting import with_fields
 from maxmeg.planning.hardware import parse_cluster
 from maxmeg.planning.remedies import largest_savings, planned_memory, remedies
-from maxmeg.planning.search import needed_bytes, with_recompute
+from maxmeg.planning.search import needed_bytes
 
 GIB = 2**30
 
@@ -43,7 +43,7 @@ def test_the_largest_saving_of_each_kind(config, count, flags):
     """Several microbatches under ZeRO-1 need whole float32 gradients, one the shards alone."""
     found = dict(largest_savings(config, count))
     assert list(found) == flags
-    lighter = with_recompute(config, "full")
+    lighter = with_fields(config, {"model.recompute": "full"})
     assert found[FULL] == needed_bytes(config, count) - needed_bytes(lighter, count) > 70 * GIB
 
 

@@ -9,7 +9,7 @@ from maxmeg.config.architectures import use_architecture
 from maxmeg.config.mixers import ExpertBackend
 from maxmeg.config.recompute import POLICIES
 from maxmeg.config.schema import Config
-from maxmeg.config.setting import get
+from maxmeg.config.setting import get, with_fields
 from maxmeg.config.validate import validate
 from maxmeg.planning.analytic import analyze
 from maxmeg.planning.hardware import parse_cluster
@@ -21,7 +21,6 @@ from maxmeg.planning.search import (
     orders,
     search,
     usable,
-    with_recompute,
 )
 
 MOST = 4000
@@ -73,7 +72,7 @@ def test_no_more_is_recomputed_than_must_be():
         mode = candidate.config.model.recompute
         seen.add(mode)
         for less in modes[: modes.index(mode)]:
-            lighter = with_recompute(candidate.config, less)
+            lighter = with_fields(candidate.config, {"model.recompute": less})
             assert needed_bytes(lighter, cluster.count) > usable(cluster)
     assert len(seen) > 1
 

@@ -11,10 +11,61 @@ import jax.numpy as jnp
 from maxmeg.layers.attention import AttentionSpec
 from maxmeg.ops.attention import cudnn, xla
 from maxmeg.ops.attention.call import choice, is_costly, xla_words
-from maxmeg.ops.attention.spec import Operands
+from maxmeg.ops.attention.spec import Operands, ScoreSpec
 from maxmeg.ops.backend import Device
-from maxmeg.planning.cost.context import gathered_keys, kernel_sizes
+from maxmeg.planning.cost.context import kernel_sizes
 from maxmeg.planning.cost.workload import Unit, Workload
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The attention of a mixer in training on a device.
+
+    samples: of a microbatch. tensor: number of devices over which the heads are sharded. documents:
+    whether tokens attend to their own document only. gathered: length of the whole sequence, whose
+    keys the two halves of a device's piece read; 0: queries and keys are the same tokens. source:
+    number of keys of cross attention.
+    """
+
+    spec: AttentionSpec
+    samples: int
+    length: int
+    tensor: int
+    dtype: str
+    documents: bool
+    gathered: int = 0
+    source: int = 0
+
+    @property
+    def heads(self) -> int:
+        """Number of heads of all samples on a device."""
+        return self.samples * self.spec.num_heads // self.tensor
+
+    def arguments(self) -> tuple[Any, Any, Any, ScoreSpec, Operands]:
+        """Queries, keys, values, spec and operands, with shapes for arrays."""
+        spec, length = self.spec, self.length
+        keys_length = self.source or self.gathered or length
+        has_segments = self.documents or self.source > 0
+
+        def array(*shape: int, kind: str = self.dtype, length: int = length) -> Any:
+            return jax.ShapeDtypeStruct((self.samples, length, *shape), kind)
+
+        present: Any = True  # in place of an operand whose shape no backend asks for
+        key_ids = array(kind="int32", length=keys_length)
+        operands = Operands(
+            offset=array(kind="int32") if self.gathered and not self.source else 0,
+            segments_BL=array(kind="int32") if has_segments else None,
+            key_segments_BM=key_ids if has_segments and keys_length != length else None,
+            sinks_H=present if spec.sinks else None,
+            dropout=present if spec.dropout else None,
+            bias_NH=present if spec.buckets else None,
+        )
+        heads = max(spec.num_heads // self.tensor, 1)
+        groups = max(spec.num_kv_heads // self.tensor, 1)
+        queries = array(heads, spec.key_size)
+        keys = array(groups, spec.key_size, length=keys_length)
+        values = array(groups, spec.head_output_size, length=keys_length)
+        return queries, keys, values, spec.score_spec(), operands
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,46 +105,35 @@ def kernels(work: Workload, unit: Unit) -> Iterator[Kernel]:
             memory = config.data.sequence_length
         for mixer in sublayer.mixers:
             if isinstance(mixer, AttentionSpec):
-                samples, length, tensor = kernel_sizes(work, mixer)
+                samples, length, tensor, gathered = kernel_sizes(work, mixer)
                 parts = mixer.parts(work.length, memory)
                 devices = 1 if mixer.spans_devices else work.axes["context"]
-                yield kernel(
+                call = Call(
                     mixer,
-                    (samples * parts // devices, length // parts, tensor),
-                    config.model.dtype.value,
-                    config.data.has_segments,
-                    work.device,
-                    gathered_keys(work, mixer),
-                    memory // parts * mixer.reads_memory,
+                    samples=samples * parts // devices,
+                    length=length // parts,
+                    tensor=tensor,
+                    dtype=config.model.dtype.value,
+                    documents=config.data.has_segments,
+                    gathered=gathered,
+                    source=memory // parts * mixer.reads_memory,
                 )
+                yield kernel(call, work.device)
 
 
 @functools.lru_cache(maxsize=1024)
-def kernel(
-    spec: AttentionSpec,
-    sizes: tuple[int, int, int],
-    dtype: str,
-    documents: bool,
-    device: Device,
-    gathered: int = 0,
-    source: int = 0,
-) -> Kernel:
-    """The kernel of a mixer in training. sizes: samples of a microbatch, their length, and the
-    number of devices over which the heads are sharded. documents: whether tokens attend to their
-    own document only. gathered: length of the whole sequence, whose keys the two halves of a
-    device's piece read; 0: queries and keys are the same tokens. source: number of keys of cross
-    attention."""
-    samples, length, tensor = sizes
-    call = call_of(spec, sizes, dtype, documents, gathered, source)
+def kernel(call: Call, device: Device) -> Kernel:
+    """The kernel of an attention call on a GPU."""
+    spec, arguments = call.spec, call.arguments()
     name, reason = spec.backend, ""
     if name == "auto":
-        name, reason = choice(call, name, device)
-    keys_values = sum(x.size * x.dtype.itemsize for x in call[1:3])
-    scores, heads = call[3], samples * spec.num_heads // tensor
-    outputs = jnp.dtype(dtype).itemsize * heads * length * spec.head_output_size
+        name, reason = choice(arguments, name, device)
+    _, keys, values, scores, operands = arguments
+    length, gathered, source, heads = call.length, call.gathered, call.source, call.heads
+    outputs = jnp.dtype(call.dtype).itemsize * heads * length * spec.head_output_size
     fused = outputs + xla.score_bytes(heads, length)
-    if name == "cudnn" and (cudnn.needs_mask(*call[3:]) or spec.sinks):
-        return dataclasses.replace(masked_by_cudnn(call, heads, dtype), stored=fused)
+    if name == "cudnn" and (cudnn.needs_mask(scores, operands) or spec.sinks):
+        return dataclasses.replace(masked_by_cudnn(call, scores, operands), stored=fused)
     if name != "xla":
         return Kernel(name, reason, "", 0, 0, 1.0, stored=fused)
     pairs = length * (source or gathered or length)
@@ -101,19 +141,19 @@ def kernel(
     computed = xla.computed_pairs(length, source or length, scores)
     visible = xla.visible_pairs(length, source or length, scores)
     block = min(xla.QUERY_BLOCK, length) * (source or xla.most_keys(length, scores))
+    keys_values = sum(x.size * x.dtype.itemsize for x in (keys, values))
     slices = xla.sliced_keys(length, scores) * keys_values // length
-    if (
-        gathered and not source
-    ):  # at places that differ by device: every block reads all keys; both halves at once
+    # At places that differ by device every block reads all keys; both halves at once.
+    if gathered and not source:
         computed = length * gathered
         visible = xla.visible_pairs(gathered, gathered, scores) * length / gathered
         block = 2 * min(xla.QUERY_BLOCK, length // 2) * gathered
-        slices = (samples > 1) * (-(-length // xla.QUERY_BLOCK)) * keys_values
-    warns = spec.backend == "auto" and is_costly(call, name, device)
+        slices = (call.samples > 1) * (-(-length // xla.QUERY_BLOCK)) * keys_values
+    warns = spec.backend == "auto" and is_costly(arguments, name, device)
     return Kernel(
         name,
         reason,
-        xla_words(call, reason, device) if warns else "",
+        xla_words(arguments, reason, device) if warns else "",
         xla.SCORE_PASSES * xla.score_bytes(heads, computed),
         xla.score_bytes(heads, block),
         computed / visible,
@@ -122,58 +162,28 @@ def kernel(
     )
 
 
-def masked_by_cudnn(call: tuple, heads: int, dtype: str) -> Kernel:
+def masked_by_cudnn(call: Call, spec: ScoreSpec, operands: Operands) -> Kernel:
     """cuDNN with a mask or sinks. The mask is written once, and read by every head: in a causal
     model the half of it that is computed."""
-    (samples, length), spec, operands = call[0].shape[:2], *call[3:]
     words = ["a mask"] * cudnn.needs_mask(spec, operands) + ["sinks"] * bool(operands.sinks_H)
     reason = f"with {' and '.join(words)}; not yet run on a GPU"
     if not cudnn.needs_mask(spec, operands):
         return Kernel("cudnn", reason, "", 0, 0, 1.0)
-    itemsize = jnp.dtype(dtype).itemsize
+    itemsize, length = jnp.dtype(call.dtype).itemsize, call.length
     computed = length * (length + 1) // 2 if spec.causal else length**2
     visible = xla.visible_pairs(length, length, spec)
-    mask = itemsize * samples * length**2
-    return Kernel("cudnn", reason, "", mask + itemsize * heads * computed, mask, computed / visible)
+    mask, copies = itemsize * call.samples * length**2, itemsize * call.heads * computed
+    return Kernel("cudnn", reason, "", mask + copies, mask, computed / visible)
 
 
-def call_of(
-    spec: AttentionSpec,
-    sizes: tuple[int, int, int],
-    dtype: str,
-    documents: bool,
-    gathered: int = 0,
-    source: int = 0,
-) -> tuple:
-    """The (q, k, v, spec, operands) of a mixer's attention in training, with shapes for arrays."""
-    samples, length, tensor = sizes
-
-    def array(*shape: int, kind: str = dtype, length: int = length) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((samples, length, *shape), kind)
-
-    heads, groups = max(spec.num_heads // tensor, 1), max(spec.num_kv_heads // tensor, 1)
-    keys_length, documents = source or gathered or length, documents or source > 0
-    ids: Any = array(kind="int32")
-    key_ids: Any = array(kind="int32", length=keys_length)
-    present: Any = True  # in place of an operand whose shape no backend asks for
-    traced: Any = array(kind="int32")
-    operands = Operands(
-        offset=traced if gathered and not source else 0,
-        segments_BL=ids if documents else None,
-        key_segments_BM=key_ids if documents and keys_length != length else None,
-        sinks_H=present if spec.sinks else None,
-        dropout=present if spec.dropout else None,
-        bias_NH=present if spec.buckets else None,
-    )
-    scores = spec.score_spec()
-    queries, keys = array(heads, spec.key_size), array(groups, spec.key_size, length=keys_length)
-    values = array(groups, spec.head_output_size, length=keys_length)
-    return queries, keys, values, scores, operands
+def all_kernels(work: Workload) -> list[tuple[int, Kernel]]:
+    """The kernels of all units, each with the number of the unit's repeats."""
+    return [(unit.repeats, kernel) for unit in work.units for kernel in kernels(work, unit)]
 
 
 def fused_attention(work: Workload) -> bool:
     """Whether one kernel computes the attention of every layer."""
-    return all(kernel.is_fused for unit in work.units for kernel in kernels(work, unit))
+    return all(kernel.is_fused for _, kernel in all_kernels(work))
 
 
 def keeps_results(work: Workload) -> bool:
@@ -208,25 +218,24 @@ def transposed_stacks(work: Workload, unit: Unit) -> int:
 
 def score_bytes(work: Workload) -> float:
     """Bytes of scores or of a mask that the average layer's forward writes and reads."""
-    sizes = ((u.repeats, kernel.moved) for u in work.units for kernel in kernels(work, u))
-    return sum(repeats * size for repeats, size in sizes) / work.config.model.num_layers
+    moved = sum(repeats * kernel.moved for repeats, kernel in all_kernels(work))
+    return moved / work.config.model.num_layers
 
 
 def surplus(work: Workload) -> float:
     """Scores that are computed over those that the masks keep, on average."""
-    ratios = [(u.repeats, kernel.surplus) for u in work.units for kernel in kernels(work, u)]
-    layers = sum(repeats for repeats, _ in ratios)
-    return sum(repeats * ratio for repeats, ratio in ratios) / layers if layers else 1.0
+    every = all_kernels(work)
+    layers = sum(repeats for repeats, _ in every)
+    return sum(repeats * k.surplus for repeats, k in every) / layers if layers else 1.0
 
 
 def backends(work: Workload) -> str:
     """ "cudnn", or "xla (cudnn: softcap=50.0 is not supported)"; empty without attention."""
-    every = [kernel for unit in work.units for kernel in kernels(work, unit)]
-    words = {k.backend + (f" ({k.reason})" if k.reason else "") for k in every}
+    words = {k.backend + (f" ({k.reason})" if k.reason else "") for _, k in all_kernels(work)}
     return ", ".join(sorted(words))
 
 
 def warnings(work: Workload) -> dict[str, str]:
     """Warnings of attention in plain XLA, by their reason; of several, that of most scores."""
-    every = [kernel for unit in work.units for kernel in kernels(work, unit) if kernel.warning]
+    every = [kernel for _, kernel in all_kernels(work) if kernel.warning]
     return {k.reason: k.warning for k in sorted(every, key=lambda k: k.moved)}

@@ -79,9 +79,8 @@ def _timed(entry: Traffic, work: Workload, cluster: Cluster) -> Traffic:
     volume = int(entry.volume * share)
     one_adapter = entry.kind in (PERMUTE, ALL_TO_ALL)
     rate = cluster.link_rate(nodes, 1 if one_adapter else adapters)
-    leaving = (
-        entry.volume * (n - adapters) / n if entry.kind == ALL_TO_ALL and nodes > 1 else volume
-    )
+    leaves_nodes = entry.kind == ALL_TO_ALL and nodes > 1
+    leaving = entry.volume * (n - adapters) / n if leaves_nodes else volume
     return dataclasses.replace(entry, volume=volume, seconds=leaving / rate)
 
 
@@ -117,11 +116,8 @@ def _tensor(work: Workload) -> Iterator[Traffic]:
     tensor = work.axes["tensor"]
     if tensor == 1:
         return
-    size, M, (embed, embed_backward) = (
-        work.hidden_bytes * tensor,
-        work.microbatches,
-        embeddings(work),
-    )
+    size, M = work.hidden_bytes * tensor, work.microbatches
+    embed, embed_backward = embeddings(work)
     inputs, outputs, repeats = [0, 0], [0, 0], [0, 0]  # numbers of sequences, and their bytes
     for unit, runs in zip(work.units, work.unit_runs, strict=True):
         of_unit, sums = work.of(unit), experts.sums(work, unit)

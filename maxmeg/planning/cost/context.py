@@ -140,23 +140,16 @@ def over_context(work: Workload, mixer: AttentionSpec) -> OverContext:
     return OverContext(strategy, shape, scores, *sizes)
 
 
-def kernel_sizes(work: Workload, mixer: AttentionSpec) -> tuple[int, int, int]:
-    """(samples, length, devices over which the heads are sharded) of a mixer's largest attention
-    call: of a device's piece, after an exchange of the pieces of several devices."""
+def kernel_sizes(work: Workload, mixer: AttentionSpec) -> tuple[int, int, int, int]:
+    """(samples, length, devices over which the heads are sharded, length of the sequence whose keys
+    are gathered over context or 0) of a mixer's largest attention call: of a device's piece, after
+    an exchange of the pieces of several devices."""
     length, tensor = work.length, work.axes["tensor"]
     if work.axes["context"] == 1 or not mixer.spans_devices:
-        return work.samples, length, tensor
-    inner = over_context(work, mixer).inner
-    return work.samples, length * inner // work.axes["context"], tensor * inner
-
-
-def gathered_keys(work: Workload, mixer: AttentionSpec) -> int:
-    """Length of the sequence whose keys a mixer gathers over context; 0: it gathers none."""
-    if work.axes["context"] == 1 or not mixer.spans_devices:
-        return 0
-    if over_context(work, mixer).strategy.name != "gather":
-        return 0
-    return work.length
+        return work.samples, length, tensor, 0
+    attention = over_context(work, mixer)
+    inner, gathered = attention.inner, length * (attention.strategy.name == "gather")
+    return work.samples, length * inner // work.axes["context"], tensor * inner, gathered
 
 
 def keeps_rounds(work: Workload) -> bool:
@@ -220,14 +213,16 @@ def traffic(work: Workload, cluster: Cluster) -> Iterator[Traffic]:
     repeats forward, then sends all gradients. Gather: again in backward, which sums the gradients
     in float32 to where they belong.
     """
-    totals: dict[tuple[str, str, str], list[float]] = {}
+    totals: dict[tuple[str, str], list[float]] = {}
     rates = rates_of(cluster, 1.0)
     tensor, context = work.axes["tensor"], work.axes["context"]
 
-    def add(axis: str, purpose: str, kind: str, runs: int, volume: float, reach: int) -> None:
+    def add(purpose: str, kind: str, times: int, count: int, size: float, reach: int) -> None:
+        """`times` as often `count` transfers of `size` bytes together. reach: number of consecutive
+        devices that they span."""
         rate = rates.inside if reach <= GPUS_A_NODE else rates.between
-        total = totals.setdefault((axis, purpose, kind), [0, 0, 0.0])
-        for number, amount in enumerate((runs, volume, volume / rate)):
+        total = totals.setdefault((purpose, kind), [0, 0, 0.0])
+        for number, amount in enumerate((times * count, times * size, times * size / rate)):
             total[number] += amount
 
     for unit, runs in zip(work.units, work.unit_runs, strict=True):
@@ -236,40 +231,34 @@ def traffic(work: Workload, cluster: Cluster) -> Iterator[Traffic]:
             repeats = backward * (not keeps_rounds(work))
             (count, size), reach = one.permuted, context * tensor
             slopes = size * FLOAT32 // work.itemsize
-            add("context", PIECES_FORWARD, PERMUTE, forward * count, forward * size, reach)
-            both = repeats + backward
-            add("context", PIECES_BACKWARD, PERMUTE, both * count, both * size, reach)
-            add("context", PIECE_GRADIENTS, PERMUTE, backward * count, backward * slopes, reach)
+            add(PIECES_FORWARD, PERMUTE, forward, count, size, reach)
+            add(PIECES_BACKWARD, PERMUTE, repeats + backward, count, size, reach)
+            add(PIECE_GRADIENTS, PERMUTE, backward, count, slopes, reach)
             inner = one.inner
             (count, size), reach = one.exchanged, inner * tensor
             size *= (inner - 1) / inner
-            add("context", HEADS_FORWARD, ALL_TO_ALL, forward * count, forward * size, reach)
-            back = 2 * backward
-            add("context", HEADS_BACKWARD, ALL_TO_ALL, back * count, back * size, reach)
+            add(HEADS_FORWARD, ALL_TO_ALL, forward, count, size, reach)
+            add(HEADS_BACKWARD, ALL_TO_ALL, 2 * backward, count, size, reach)
             devices, size = one.gathered
-            size, runs, reach = size * (devices - 1) / devices, devices > 1, devices * tensor
-            slopes = backward * size * FLOAT32 / work.itemsize
-            add("context", PIECES_FORWARD, GATHER, forward * runs, forward * size, reach)
-            add("context", PIECES_BACKWARD, GATHER, backward * runs, backward * size, reach)
-            add("context", PIECE_GRADIENTS, SCATTER, backward * runs, slopes, reach)
+            size, count, reach = size * (devices - 1) / devices, devices > 1, devices * tensor
+            add(PIECES_FORWARD, GATHER, forward, count, size, reach)
+            add(PIECES_BACKWARD, GATHER, backward, count, size, reach)
+            add(PIECE_GRADIENTS, SCATTER, backward, count, size * FLOAT32 / work.itemsize, reach)
             if work.config.data.has_segments:
                 size = FLOAT32 * one.tokens * (context - 1)
-                both = forward + backward
-                add("context", DOCUMENTS, GATHER, both, both * size, context * tensor)
+                add(DOCUMENTS, GATHER, forward + backward, 1, size, context * tensor)
         for mixer in (mixer for spec in unit.specs for mixer in spec.mixers):
             if context == 1:
                 continue
             for elements in filter(None, mixer.halos(tensor)):
                 size = work.itemsize * work.samples * elements
-                runs = 2 * (forward + 2 * backward)
-                add("context", EDGES, PERMUTE, runs, runs * size, context * tensor)
+                add(EDGES, PERMUTE, 2 * (forward + 2 * backward), 1, size, context * tensor)
             if mixer.state():
                 size = 2 * FLOAT32 * work.samples * mixer.state(tensor) * (context - 1)
-                runs = forward + 2 * backward
-                add("context", STATES, GATHER, runs, runs * size, context * tensor)
+                add(STATES, GATHER, forward + 2 * backward, 1, size, context * tensor)
     for key, (runs, volume, seconds) in totals.items():
         if runs:
-            yield Traffic(*key, int(runs), int(volume), seconds)
+            yield Traffic("context", *key, int(runs), int(volume), seconds)
 
 
 def rates_of(cluster: Cluster, attention: float) -> Rates:

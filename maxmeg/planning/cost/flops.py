@@ -6,7 +6,7 @@ from maxmeg.config.model import ModelConfig
 from maxmeg.models.mixers import mtp_unit, pattern
 
 _TRAINING = 3  # forward, gradients of inputs, gradients of weights
-_MULTIPLY_ADD = 2
+MULTIPLY_ADD = 2
 
 
 def training_flops(
@@ -42,17 +42,7 @@ def training_flops(
     read_source = source_length * (head.biencoder is Biencoder.separate)
     products += ((max_targets or sequence_length) + read_source) * logits
     times = _TRAINING - 1 if frozen else _TRAINING
-    return float(_MULTIPLY_ADD * batch_size * (times * products + _TRAINING * scores))
-
-
-def layer_flops(
-    model: ModelConfig, sequence_length: int, source_length: int = 0
-) -> tuple[float, float]:
-    """Forward FLOPs of the average layer for one sequence: products with weights, and attention
-    scores."""
-    sums = products_and_scores(model, sequence_length, source_length)
-    products, scores = (_MULTIPLY_ADD * total / model.num_layers for total in sums)
-    return products, scores
+    return float(MULTIPLY_ADD * batch_size * (times * products + _TRAINING * scores))
 
 
 def products_and_scores(

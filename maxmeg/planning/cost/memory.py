@@ -157,9 +157,8 @@ def waiting_gradient(work: Workload) -> int:
     accumulated = loss.backend == "xla" and not loss.once
     itemsize = FLOAT32 if accumulated and delays else work.itemsize
     begins_early = fsdp_on_one_node(work) and (work.microbatches > 1 or not work.saved)
-    return (
-        itemsize * work.vocabulary * width * (2 if loss.backend == "tiled" and begins_early else 1)
-    )
+    copies = 2 if loss.backend == "tiled" and begins_early else 1
+    return copies * itemsize * work.vocabulary * width
 
 
 def fsdp_on_one_node(work: Workload) -> bool:

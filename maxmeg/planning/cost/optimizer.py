@@ -95,11 +95,6 @@ def host_master_bytes(work: Workload, shard: Shard) -> int:
     return FLOAT32 * shard.stored if is_rounded else 0
 
 
-def is_orthogonalized(work: Workload, shard: Shard) -> bool:
-    """Whether Muon orthogonalizes the parameter."""
-    return work.config.optim.optimizer is Optimizer.muon and has_whole_matrices(work, shard)
-
-
 def has_whole_matrices(work: Workload, shard: Shard) -> bool:
     """Whether devices update whole matrices of the parameter (distributed/whole_matrices.py)."""
     optim, parameter = work.config.optim, shard.parameter
@@ -114,11 +109,8 @@ def exchange_plan(work: Workload, shard: Shard) -> tuple[Plan, list[int], int]:
     exchange, matrices that a device updates). Of matrices whose heads lie on several devices along
     tensor, a device of Muon's has the columns of its heads."""
     variable, mesh = shard.variable, abstract_mesh(work)
-    optim, zero1, (rows, columns) = (
-        work.config.optim,
-        work.config.parallel.zero1,
-        variable.shape[-2:],
-    )
+    optim, zero1 = work.config.optim, work.config.parallel.zero1
+    rows, columns = variable.shape[-2:]
     if optim.optimizer is Optimizer.muon:
         widths, names = parts(variable, optim.muon), storage_axes(variable, mesh, zero1)[-1]
         over = functools.partial(exchanged_over, columns=columns, parts=widths)
@@ -139,7 +131,7 @@ def newton_schulz_flops(work: Workload) -> float:
     muon = work.config.optim.muon
     sets, total = coefficients(muon.coefficients, muon.steps), 0.0
     for shard in work.shards:
-        if is_orthogonalized(work, shard):
+        if work.config.optim.optimizer is Optimizer.muon and has_whole_matrices(work, shard):
             rows = shard.parameter.variable.shape[-2]
             _, (size,), number = exchange_plan(work, shard)
             widths = parts(shard.parameter.variable, muon)

@@ -67,13 +67,10 @@ def architecture_key(model: ModelConfig) -> frozenset:
     return frozenset((path, value) for path, value, _ in walk(same))
 
 
-def adapters_key(lora: LoraConfig) -> frozenset:
-    return frozenset(vars(lora).items())
-
-
 def parameters(model: ModelConfig, lora: LoraConfig | None = None) -> tuple[Parameter, ...]:
     """Every array of the model and its adapters, with the vocabulary padded for one device."""
-    return _parameters(architecture_key(model), adapters_key(lora or LoraConfig()))
+    adapters = frozenset(vars(lora or LoraConfig()).items())
+    return _parameters(architecture_key(model), adapters)
 
 
 @functools.lru_cache(maxsize=64)

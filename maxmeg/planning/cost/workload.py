@@ -136,16 +136,11 @@ class Workload:
         return ITEMSIZE[self.config.model.dtype]
 
     @property
-    def fp8(self) -> bool:
-        """Whether operands of the layers' products are rounded."""
-        return self.recipe is not None
-
-    @property
     def quantized_share(self) -> float:
         """Share of the layers whose operands are rounded."""
         model = self.config.model
         unquantized = model.first_layers_bf16 + model.last_layers_bf16
-        return self.fp8 * (1 - unquantized / model.num_layers)
+        return (self.recipe is not None) * (1 - unquantized / model.num_layers)
 
     @property
     def recipe(self) -> Recipe | None:
@@ -297,10 +292,8 @@ def workload(config: Config, num_devices: int, device: Device | None = None) -> 
     def load(runs: tuple[int, ...]) -> int:
         return sum(number * size for number, size in zip(runs, sizes, strict=True))
 
-    vocabulary, over = (
-        model.padded_vocab_size(parallel.tensor, parallel.pipe),
-        parallel.fsdp_context,
-    )
+    vocabulary = model.padded_vocab_size(parallel.tensor, parallel.pipe)
+    zero1, over_context = parallel.zero1, parallel.fsdp_context
     every = parameters(model, config.lora)
     recipe = recipe_of(config.train.quantization)
     multiple = recipe.multiple if recipe else 1
@@ -313,7 +306,7 @@ def workload(config: Config, num_devices: int, device: Device | None = None) -> 
         places,
         max(chunks, key=load),
         blocks,
-        _shards(every, mesh, stored, vocabulary, parallel.zero1, over, multiple),
+        _shards(every, mesh, stored, vocabulary, zero1, over_context, multiple),
         lanes(parallel, microbatches),
         device or gpu_here(),
         target,

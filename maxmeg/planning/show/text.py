@@ -116,11 +116,8 @@ def experts_words(config: Config, sizes: dict[str, int]) -> str:
     layers = sum("moe" in model.mixers(i) for i in range(model.num_layers))
     devices = sizes["expert"] * sizes["context"] * parallel.fold
     words = f"{model.moe.num_experts} in {layers} layers, top-{model.moe.top_k} routing"
-    words += (
-        f", a shared expert of width {model.moe.shared_ffn_size}"
-        if model.moe.shared_ffn_size
-        else ""
-    )
+    shared = model.moe.shared_ffn_size
+    words += f", a shared expert of width {shared}" if shared else ""
     words += f", width {model.expert_ffn}, {model.moe.num_experts // devices} per GPU"
     if sizes["tensor"] > 1:
         is_whole = parallel.expert_tensor == 1
@@ -143,7 +140,7 @@ def plan_text(plan: Plan) -> str:
     parts = [heading(plan)]
     parts += [choices_text(plan.choices)] if plan.choices else []
     parts += [analytic_text(plan.analytic)] if plan.analytic else []
-    parts += ["pipeline\n" + _indented(schedule_text(plan.table))] if plan.table else []
+    parts += ["pipeline\n" + textwrap.indent(schedule_text(plan.table), "  ")] if plan.table else []
     parts += [compiled_text(plan.compiled)] if plan.compiled else []
     return "\n\n".join(parts)
 
@@ -323,7 +320,3 @@ def _pipeline(table: Table | None) -> dict | None:
         "activation_slots": table.slots,
         "deferred_slots": table.deferred,
     }
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"  {line}" for line in text.splitlines())

@@ -55,11 +55,9 @@ class Timeline:
         self.note = f"bubble {bubble(table).fraction:.1%} over the ideal where F = B = W"
         in_flight = live(table)
         if any(in_flight):
-            counts = (
-                ", ".join(map(str, in_flight))
-                if len(in_flight) <= 16
-                else f"{max(in_flight)} to {min(in_flight)}"
-            )
+            counts = ", ".join(map(str, in_flight))
+            if len(in_flight) > 16:
+                counts = f"{max(in_flight)} to {min(in_flight)}"
             self.note += f" · microbatches in flight on stages 0 to {table.stages - 1}: {counts}"
         self.lanes = table.lanes()
         self.active = {name: np.any(lane.active, axis=1) for name, lane in self.lanes.items()}
