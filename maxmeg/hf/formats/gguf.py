@@ -224,7 +224,8 @@ def open_file(path: str | os.PathLike[str]) -> Source:
         reader = library.GGUFReader(path)
         fields = {name: field.contents() for name, field in reader.fields.items()}
     except Exception as error:  # of any type, for a damaged file
-        raise ValueError(f"{path} cannot be read as a GGUF file: {error}") from error
+        problem = f"{path} cannot be read as a GGUF file: {error}"
+        raise ValueError(f"{problem}; it may be truncated: download it again") from error
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     factors = tensors.pop(ROPE_FACTORS, None)
     embedding = tensors.get("token_embd.weight")
