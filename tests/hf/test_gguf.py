@@ -227,7 +227,7 @@ def test_damaged_files_are_refused(tmp_path):
     pytest.importorskip("gguf")
     for content in (b"", b"GGUF", b"GGUF" + b"\xff" * 60, b"nonsense" * 10):
         (tmp_path / "x.gguf").write_bytes(content)
-        with pytest.raises(ValueError, match="cannot be read as a GGUF file: .*download it again"):
+        with pytest.raises(ValueError, match=r"cannot be read as a GGUF file: .*download it again"):
             gguf.open_file(tmp_path / "x.gguf")
     with pytest.raises(ValueError, match="is not a file"):
         gguf.open_file(tmp_path / "none.gguf")
