@@ -214,8 +214,8 @@ def compiler_options(
 
     Reduce-scatters of gradients are combined up to the size of the layers' largest matrix on a
     device, so that two large ones are not. Two collectives run at once where axes inside nodes and
-    axes across nodes meet, which use different links, and with two lanes (parallel.lanes). XLA may
-    use the pool of `MEMORY_FRACTION`. fp8: whether products have 8-bit operands; then all products
+    axes across nodes meet, which use different links, and with two lanes (parallel.lanes), unless
+    both exchange tokens over one link. XLA may use the pool of `MEMORY_FRACTION`. fp8: whether products have 8-bit operands; then all products
     are cuBLAS calls. A flag in XLA_FLAGS wins.
     """
     if mesh.devices.flat[0].platform not in ("cuda", "gpu"):
@@ -226,7 +226,8 @@ def compiler_options(
         options[COMBINED] = size
     if fp8:
         options[TRITON_PRODUCTS] = False
-    if len(links(mesh)) > 1 or mesh.shape["context"] > 1 or two_lanes:
+    two_exchanges = two_lanes and mesh.shape["expert"] > 1
+    if (len(links(mesh)) > 1 or mesh.shape["context"] > 1 or two_lanes) and not two_exchanges:
         options[AT_ONCE] = 2
     users = user_flags(os.environ)
     return {n: value for n, value in options.items() if n not in users and is_known(n, value)}

@@ -83,12 +83,14 @@ def test_sharded_step_fits_and_what_it_hides():
     last layer. No scatter of the loops is exposed."""
     config, report, _ = llama_program(*SHARDED)
     assert report.fits and report.total < report.capacity == parse_cluster("h100x16").capacity
+    numbers = 4 * GPUS * config.data.sequence_length  # of tokens, in bytes: not worth hiding
     arrays = [row for row in report.collectives if row.volume > SCALARS * row.runs]
+    arrays = [row for row in arrays if row.volume != numbers]
     assert all(row.axes == ("fsdp",) for row in report.collectives)
     exposed = {(row.kind, row.runs): row.exposed for row in arrays}
     assert exposed == {
         ("all-gather", 10 * LAYERS): 4 * LAYERS,
-        ("all-gather", 2): 2,
+        ("all-gather", 1): 1,
         ("all-reduce", 1): 1,
         ("all-to-all", 2): 1,  # forward; backward's is beside the output weight's gradient
         ("reduce-scatter", 4 * LAYERS): 0,
