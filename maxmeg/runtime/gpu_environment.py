@@ -215,8 +215,8 @@ def compiler_options(
     Reduce-scatters of gradients are combined up to the size of the layers' largest matrix on a
     device, so that two large ones are not. Two collectives run at once where axes inside nodes and
     axes across nodes meet, which use different links, and with two lanes (parallel.lanes), unless
-    both exchange tokens over one link. XLA may use the pool of `MEMORY_FRACTION`. fp8: whether products have 8-bit operands; then all products
-    are cuBLAS calls. A flag in XLA_FLAGS wins.
+    both exchange tokens over one link. XLA may use the pool of `MEMORY_FRACTION`. fp8: whether
+    products have 8-bit operands; then all products are cuBLAS calls. A flag in XLA_FLAGS wins.
     """
     if mesh.devices.flat[0].platform not in ("cuda", "gpu"):
         return {}
