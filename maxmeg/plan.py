@@ -28,7 +28,7 @@ from maxmeg.planning.compile import compile_report
 from maxmeg.planning.cost.experts import product_words
 from maxmeg.planning.cost.workload import workload
 from maxmeg.planning.hardware import Cluster, parse_cluster
-from maxmeg.planning.remedies import flags_text, remedies
+from maxmeg.planning.remedies import remedies, train_command
 from maxmeg.planning.search import check_count, search
 from maxmeg.planning.show.page import plan_html
 from maxmeg.planning.show.tables import Choice
@@ -97,7 +97,7 @@ def plan_for(config: Config, cluster: Cluster, options: Options) -> Plan:
     if choices:
         best = choices[0].settings
         changed = {path: value for path, value in best.items() if value != get(config, path)}
-        plan.settings["flags"] = flags_text(changed)
+        plan.settings["command"] = train_command(sys.argv[1:], Options, changed)
     analytic, compiled = analyze(chosen[0], cluster), []
     if not analytic.fits:
         analytic = dataclasses.replace(analytic, remedies=remedies(chosen[0], cluster))

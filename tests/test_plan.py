@@ -9,6 +9,7 @@ import pytest
 from maxmeg import plan
 from maxmeg.config.flags import run_command
 from maxmeg.config.schema import Config
+from maxmeg.planning.remedies import train_command
 from maxmeg.planning.report import Collective, Compiled
 from maxmeg.planning.show.tables import GIB
 from maxmeg.planning.show.text import VERSION
@@ -134,11 +135,13 @@ def test_search_ranks_and_compiles_the_best_three(capsys, tmp_path: Path, compil
 
 
 @pytest.mark.slow
-def test_flags_of_the_best_layout_give_the_same_plan(capsys, tmp_path: Path):
+def test_flags_of_the_best_layout_give_the_same_plan(capsys, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["maxmeg"])
     run("llama3-8b", "--hardware=h100x16", "--search", f"--json={tmp_path}/a")
     best = json.loads((tmp_path / "a").read_text())
-    flags = best["settings"].pop("flags").split()
-    run("llama3-8b", "--hardware=h100x16", *flags, f"--json={tmp_path}/b")
+    *command, flags = best["settings"].pop("command").split(maxsplit=2)
+    assert command == ["maxmeg", "train"]
+    run("llama3-8b", "--hardware=h100x16", *flags.split(), f"--json={tmp_path}/b")
     again = json.loads((tmp_path / "b").read_text())
     assert again == best | {"layouts": []}
 
@@ -200,3 +203,9 @@ def test_a_missing_plugin_is_said_before_anything_else(capsys, monkeypatch):
         run("175b", "--hardware=h100x64", "--search", "--compile")
     assert refused.value.code == 2
     assert capsys.readouterr() == ("", "error: pip install 'maxmeg[plan]'\n")
+
+
+def test_the_command_of_a_plan_trains_with_its_settings():
+    given = ["--config=gpt", "--hardware=h100x8", "--search", "--model.layers=*(attention mlp)"]
+    expected = "maxmeg train --config=gpt '--model.layers=*(attention mlp)' --parallel.tensor=2"
+    assert train_command(given, plan.Options, {"parallel.tensor": 2}) == expected

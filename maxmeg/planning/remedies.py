@@ -1,7 +1,9 @@
 """Changes of a config that save memory, from formulas; nothing is compiled."""
 
+import dataclasses
 import enum
 import itertools
+import shlex
 from collections.abc import Iterator, Mapping
 
 from maxmeg.config.model import DType
@@ -112,6 +114,14 @@ def flags_text(settings: Mapping[str, object]) -> str:
     """ "--parallel.tensor=8 --model.recompute=full" """
     values = ((path, getattr(value, "value", value)) for path, value in settings.items())
     return " ".join(f"--{path}={value}".lower() for path, value in values)
+
+
+def train_command(arguments: list[str], options: type, changed: Mapping[str, object]) -> str:
+    """The command that trains with a plan's settings and those that it has changed. arguments: of
+    the plan's command line; options: the dataclass of those that are the plan's own."""
+    names = {field.name for field in dataclasses.fields(options)}
+    settings = [a for a in arguments if a.partition("=")[0].removeprefix("--") not in names]
+    return f"{shlex.join(['maxmeg', 'train', *settings])} {flags_text(changed)}"
 
 
 def _changes(config: Config, count: int) -> tuple[list[Settings], ...]:
