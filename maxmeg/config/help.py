@@ -18,10 +18,8 @@ EMPTY = '""'
 _FLAGS = {"--help", "-h", "-help", "--helpfull"}
 _EVERY, _TOP = "all", "run"  # all groups; the group of the settings without a section
 COMMON = (
-    *("run_dir", "data.paths", "data.tokenizer", "data.sequence_length"),
-    *("train.num_steps", "train.global_batch_size", "train.micro_batch_size", "train.eval_every"),
-    *("optim.lr", "optim.warmup_fraction", "model.num_layers", "model.hidden_size"),
-    *("parallel.tensor", "parallel.pipe", "checkpoint.save_every", "lora.rank"),
+    *("run_dir", "data.paths", "data.tokenizer", "train.num_steps", "train.global_batch_size"),
+    *("optim.lr", "parallel.tensor", "parallel.pipe", "lora.rank"),
 )
 
 
