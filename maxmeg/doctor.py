@@ -5,6 +5,11 @@
 Shows versions, environment variables, GPUs with their clocks and memory pools, the speed of a
 matrix product and of a copy on every device, and the bandwidth of an all-reduce over all devices.
 The exit code is 1 if a device is much slower than the others or than its datasheet.
+
+    maxmeg doctor --kernels
+
+Compares the results and gradients of every kernel with a reference, on one device. A run with a
+backend that is wrong here stops, and backend=auto takes none. The exit code is 1 if one is wrong.
 """
 
 if __name__ == "__main__":  # before the imports: a mistake needs no JAX
@@ -12,6 +17,7 @@ if __name__ == "__main__":  # before the imports: a mistake needs no JAX
 
     run_module("doctor")
 
+import dataclasses
 import statistics
 from typing import Any
 
@@ -20,14 +26,19 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from maxmeg.config.options import Doctor as Options
+from maxmeg.ops import choices
 from maxmeg.pages.table import aligned
 from maxmeg.processes import multihost
 from maxmeg.runtime.gpu_environment import set_gpu_environment
+from maxmeg.runtime.kernel_checks import Check, cases, checks, line, write
 from maxmeg.runtime.preflight import Speeds, all_reduce_gb, environment, kinds, slow_devices, speeds
 
 
 def main(options: Options) -> None:
     set_gpu_environment()
+    if options.kernels:
+        check_kernels()
+        return
     multihost.initialize()
     devices = jax.devices()
     matrix = options.matrix or (1024 if devices[0].platform == "cpu" else 8192)
@@ -42,6 +53,27 @@ def main(options: Options) -> None:
         print("\n" + ("\n".join(f"problem: {each}" for each in problems) or "no problems found"))
     multihost.shutdown()
     if problems:
+        raise SystemExit(1)
+
+
+def check_kernels() -> None:
+    """Print a line for each case and backend; on a GPU, write what was found after each, and before
+    it that the backend has ended the process."""
+    is_gpu, outcomes = jax.default_backend() == "gpu", []
+
+    def announce(check: Check) -> None:
+        if is_gpu:
+            write([*outcomes, dataclasses.replace(check, problem="it ended the process")])
+
+    choices.LOCAL.unlink(missing_ok=True)  # what it calls wrong is tried again
+    for case in cases(32 if is_gpu else 1):
+        for check in checks(case, announce):
+            outcomes.append(check)
+            print(line(check), flush=True)
+    if is_gpu:
+        print(f"written to {write(outcomes)}, for backend=auto")
+    if problems := [check for check in outcomes if check.problem]:
+        print(f"{len(problems)} of {len(outcomes)} checks are wrong")
         raise SystemExit(1)
 
 

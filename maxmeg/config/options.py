@@ -324,6 +324,11 @@ class Doctor:
         0, "rows and columns of a bfloat16 matrix product; 0: 8192, on a CPU 1024", at_least=0
     )
     size_mb: float = setting(256.0, "MB (10^6 bytes) per device of copy and all-reduce", above=0)
+    kernels: bool = setting(
+        False,
+        "instead, compare every backend of attention, losses, experts, scans and 8-bit products on "
+        "the first device with a reference, and keep what was found for backend=auto",
+    )
 
 
 class PlotAxis(enum.Enum):

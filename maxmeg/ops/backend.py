@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from maxmeg.ops.choices import measured_order
+from maxmeg.ops.choices import measured_order, wrong_here
 
 AMPERE, HOPPER, BLACKWELL = 8, 9, 10  # major compute capabilities
 COMPILED_FOR = {"A100": AMPERE, "H100": HOPPER, "H200": HOPPER, "B200": BLACKWELL}  # absent GPUs
@@ -69,6 +69,11 @@ def choose(
         return first(op, backends, measured, call, device)
     if named not in backends:
         raise ValueError(f"{op} backend {named!r} is none of auto, {', '.join(backends)}")
+    if device.is_cuda and (problem := wrong_here(op).get(named)):
+        raise ValueError(
+            f"{op} backend {named} gave wrong results on this GPU ({problem}): use auto, or check "
+            "it again with maxmeg doctor --kernels"
+        )
     if reason := backends[named].refuses(*call, device):
         others = " or ".join(name for name in backends if name != named)
         place = f" for {SETTINGS[op]}" if op in SETTINGS else ""
