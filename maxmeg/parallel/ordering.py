@@ -41,12 +41,18 @@ def never(tree) -> jax.Array:
         unrolls two ticks and would run both forwards first (Qwen3 8B: 11.83 to 9.28 GiB)
     optim/update.py: XLA would inline a loop of one iteration, with its copies from host memory
     """
-    firsts = [jnp.ravel(leaf)[0] > jnp.inf for leaf in jax.tree.leaves(tree)]
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if not is_key(leaf)]
+    firsts = [jnp.ravel(leaf)[0] > jnp.inf for leaf in leaves]
     return functools.reduce(jnp.logical_or, firsts, jnp.asarray(False))
 
 
+def is_key(array) -> bool:
+    """Whether it holds random keys, which have no arithmetic."""
+    return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+
+
 def depending(tree, before):
-    """The tree, each element of which depends on `before`, but for random keys.
+    """The tree. Each of its elements depends on `before`; random keys are left as they are.
 
     ops/experts/dispatch.py: the gradient of the weights before that of the rows
     distributed/experts/exchange.py: a loop of further rounds before backward of the earlier ones,
@@ -55,8 +61,7 @@ def depending(tree, before):
     is_never = never(before)
 
     def one(leaf):
-        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        return leaf if is_key else leaf + is_never.astype(leaf.dtype)
+        return leaf if is_key(leaf) else leaf + is_never.astype(leaf.dtype)
 
     return jax.tree.map(one, tree)
 

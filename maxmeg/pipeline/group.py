@@ -135,7 +135,7 @@ class Group:
                 if run_forward is not None:
                     y, *saved = run_forward(y)
                 if run_backward is not None:
-                    dy, values = run_backward(dy, y)
+                    dy, values = run_backward(dy, (y, saved))
                 return (y, dy), saved, values
 
             (y, dx), saved, values = self.if_held(places, run, (x, dy))
@@ -167,18 +167,18 @@ class Group:
         return run, state._replace(weights=weights)
 
     def unit_backward(self, lane: Units, slot, state: GroupState, alone: bool) -> tuple:
-        """(function(dy, y of the forward lane) -> (dx, what follows from it) of the unit of a slot,
-        state). alone: without a forward lane."""
+        """(function(dy, results of the forward lane) -> (dx, what follows from it) of the unit of a
+        slot, state). alone: without a forward lane."""
         place, weights = self.place(lane, slot), state.weights
         residuals = functools.partial(read_ring, state.ring, lane.local.slot, slot)
         if not alone:  # read before the other lane writes: else XLA copies the ring
             arrays, ring = together((residuals(), state.ring))
             residuals, state = (lambda: arrays), state._replace(ring=ring)
 
-        def run(dy, y):
+        def run(dy, before):
             at, values = place, residuals()
             if not alone:
-                at, values, dy = ordering.after((at, values, dy), y)
+                at, values, dy = ordering.after((at, values, dy), before)
             params, constants = self.unit_inputs(at, lane.shared, self.weights.at(weights, at))
             if isinstance(self.vjp, SplitVjp):
                 return self.vjp.backward_input(values, params, constants, dy)

@@ -103,6 +103,24 @@ def test_templates_that_do_not_tell(name):
         raise bad
 
 
+@pytest.mark.parametrize("text", TEMPLATES.values(), ids=TEMPLATES)
+def test_a_message_of_weight_0_has_no_loss(text):
+    """OpenAI's format: the turn is in the text, as the others are."""
+    chat = [*CHAT, {"role": "user", "content": "3?"}, {"role": "assistant", "content": "three"}]
+    every = trained_texts(text, chat)
+    assert len(every) == 3
+    for left_out, number in enumerate((2, 4, 6)):
+        weighted = [m | {"weight": int(i != number)} for i, m in enumerate(chat)]
+        rest = [turn for i, turn in enumerate(every) if i != left_out]
+        assert trained_texts(text, weighted) == rest
+
+
+def trained_texts(template: str, chat: list) -> list[str]:
+    (turns,) = found(template, {"messages": chat})
+    turns = turns if isinstance(turns, list) else [turns]
+    return [turn.text[begin:end] for turn in turns for begin, end in turn.spans]
+
+
 USER = {"role": "user", "content": "x"}
 SAID = {"role": "assistant", "content": "y"}
 
@@ -128,8 +146,12 @@ ROWS = {
     "nothing": ({"messages": [{"role": "user"}, SAID]}, r"messages\[0\] has no content"),
     "silence": ({"messages": [USER, {**SAID, "content": None, "tool_calls": []}]}, "no content"),
     "no assistant": ({"messages": [USER]}, "no message has the role assistant"),
-    "weight": ({"messages": [USER, {**SAID, "weight": 0}]}, "weight=0"),
-    "its weight": ({"messages": [USER, SAID], "weight": 2.0}, "^weight=2.0: weights are not"),
+    "no weight": ({"messages": [USER, {**SAID, "weight": 0}]}, "a weight that is not 0"),
+    "half a weight": (
+        {"messages": [USER, {**SAID, "weight": 0.5}]},
+        r"1\].weight=0.5 must be 1, or",
+    ),
+    "its weight": ({"messages": [USER, SAID], "weight": 2.0}, "^weight=2.0: weights of rows are"),
     "tools": ({"messages": [USER, SAID], "tools": "x"}, "tools='x' is not JSON"),
     "a speaker": (shared({"from": "x", "value": ""}), r"conversations\[0\]\.from='x' is unknown"),
     "no call": (shared({"from": "function_call", "value": "[1]"}), r"value='\[1\]' is not a call"),

@@ -130,6 +130,16 @@ def test_schedule_equals_one_device(model, parallel, settings, micro):
     assert_equal_but_rounding(found, one_device(model, **layers), TOLERANCE, FLOOR)
 
 
+def test_lanes_of_experts_run_together_on_gpus_alone():
+    layers = {"layers": "*(attention,moe)", "moe.num_experts": 4}
+    with pytest.raises(ValueError, match=r"expert > 1 needs GPUs.*lanes=apart"):
+        run_layout(layers, {"fsdp": 2, "expert": 4} | ORDERS["together"])
+
+
+def run_layout(fields: dict, parallel: dict):
+    return model_gradients(tiny(fields, {"micro_batch_size": 1}, **parallel))
+
+
 def toy_unit(weight, x_B, given, prevent_cse):
     """x * weight, which reports its input."""
     aux = {"total": jnp.sum(x_B), "largest": Max(jnp.max(x_B))}

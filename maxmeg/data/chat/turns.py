@@ -83,7 +83,9 @@ def bad_rows_error(problems: Sequence[str]) -> ValueError:
 def read_row(record: Record) -> Row:
     """The conversation of a row of any form (`forms.FORMS`); BadRow for an invalid row."""
     row = read_object(record)
-    _check_weight(row, "weight")
+    if row.get("weight") not in (None, 1):
+        weight = excerpt(row["weight"])
+        raise BadRow(f"weight={weight}: weights of rows are not supported, remove it")
     with bad_rows():
         form, (messages, tools, first) = read_conversation(row)
         return conversation(messages, tools, first) | {"form": form}
@@ -96,8 +98,11 @@ def conversation(messages: typing.Any, tools: typing.Any, first: int = 0) -> Row
         messages, tools = normalized(messages, tools, is_trained=True)
     for number, message in enumerate(messages):
         _check_message(message, f"messages[{number}]")
-    if all(message["role"] != "assistant" for message in messages[first:]):
-        raise BadRow("no message has the role assistant: no token would have a loss")
+    if not any(map(_is_trained, messages[first:])):
+        raise BadRow(
+            "no message has the role assistant, and a weight that is not 0: no token would have a "
+            "loss"
+        )
     return {"messages": messages, "tools": tools, "first": first}
 
 
@@ -105,13 +110,14 @@ def _check_message(message: Row, field: str) -> None:
     role = message["role"]
     if role not in ROLES:
         raise BadRow(f"{field}.role={excerpt(role)} is unknown: known are {', '.join(ROLES)}")
-    _check_weight(message, f"{field}.weight")
+    if message.get("weight") not in (None, 0, 1):
+        weight = excerpt(message["weight"])
+        raise BadRow(f"{field}.weight={weight} must be 1, or 0 for a message without a loss")
 
 
-def _check_weight(fields: Row, name: str) -> None:
-    """BadRow for a factor of the loss, which other trainers know."""
-    if fields.get("weight") not in (None, 1):
-        raise BadRow(f"{name}={excerpt(fields['weight'])}: weights are not supported, remove it")
+def _is_trained(message: Row) -> bool:
+    """Whether a message has a loss: weight 0, as in OpenAI's format, takes it away."""
+    return message["role"] == "assistant" and message.get("weight") != 0
 
 
 def find_turns(
@@ -147,12 +153,11 @@ def find_turns(
 class _Text:
     """The text up to the end of a turn, and the spans of the turns in it that follow prompts.
 
-    first, last: indices among the row's parts of the first turn's prompt and of this text.
+    last: its index among the row's parts.
     """
 
     text: str
     spans: list[tuple[int, int]]
-    first: int
     last: int
 
 
@@ -177,9 +182,7 @@ def _render_rows(
     marked: list[list[str | BadRow]] = [[] for _ in rows]
     if has_blocks:
         ends = [
-            [of_row[i] for text in turns for i in (text.first, text.last)]
-            if not isinstance(turns, BadRow)
-            else []
+            [of_row[text.last] for text in turns] if not isinstance(turns, BadRow) else []
             for of_row, turns in zip(parts, texts, strict=True)
         ]
         marked, _ = _render(template, ends, places, MARKS)
@@ -188,7 +191,7 @@ def _render_rows(
             yield turns
             continue
         try:
-            spans = _marked_spans(row, turns, of_row) if has_blocks else [t.spans for t in turns]
+            spans = _marked_spans(turns, of_row) if has_blocks else [t.spans for t in turns]
         except BadRow as error:
             yield error
             continue
@@ -201,7 +204,7 @@ def _parts(row: Row) -> list[Row]:
     messages up to its end."""
     messages, parts = row["messages"], []
     for number, message in enumerate(messages):
-        if number >= row["first"] and message["role"] == "assistant":
+        if number >= row["first"] and _is_trained(message):
             for end, is_prompt in ((number, True), (number + 1, False)):
                 part = {"messages": messages[:end], "tools": row["tools"]}
                 parts.append({**part, "add_generation_prompt": is_prompt})
@@ -244,11 +247,10 @@ def _joined(
                 "is not a prefix of the text up to its end. Give a template whose turns of the "
                 "assistant begin with its generation prompt (data.chat_template=FILE)"
             )
-        spans, first = [(len(prompt), len(text))], i
+        spans = [(len(prompt), len(text))]
         if texts and prompt.startswith(texts[-1].text):
-            before = texts.pop()
-            spans, first = [*before.spans, *spans], before.first
-        texts.append(_Text(text, spans, first, i + 1))
+            spans = [*texts.pop().spans, *spans]
+        texts.append(_Text(text, spans, i + 1))
     return texts
 
 
@@ -266,17 +268,21 @@ def _turn_after(prompt: str, text: str, messages: Sequence[Row]) -> str:
     return turn if question and question in shared and answer in turn else ""
 
 
-def _marked_spans(
-    row: Row, texts: list[_Text], marked: list[str | BadRow]
-) -> list[list[tuple[int, int]]]:
-    """The spans of the {% generation %} blocks in each text; marked: the prompt of each text's
-    first turn, and the text, with marks."""
+def _marked_spans(texts: list[_Text], marked: list[str | BadRow]) -> list[list[tuple[int, int]]]:
+    """The spans of the {% generation %} blocks of each text's turns; marked: each text with
+    marks."""
     spans = []
-    for text, before, marks in zip(texts, marked[::2], marked[1::2], strict=True):
+    for text, marks in zip(texts, marked, strict=True):
         if isinstance(marks, BadRow):
             raise marks
-        num_before = before.count(MARKS[0]) if isinstance(before, str) else 0
-        spans.append(_spans_by_marks(text.text, marks, num_before if spans or row["first"] else 0))
+        blocks = _spans_by_marks(text.text, marks)
+        spans.append(
+            [
+                (begin, end)
+                for begin, end in blocks
+                if any(begin < turn_end and turn_begin < end for turn_begin, turn_end in text.spans)
+            ]
+        )
     return spans
 
 
@@ -317,8 +323,8 @@ def _answer(
             parts = parts[: len(parts) // 2]
 
 
-def _spans_by_marks(text: str, marked: str, num_before: int) -> list[tuple[int, int]]:
-    """The spans of all blocks of a text but the first `num_before`."""
+def _spans_by_marks(text: str, marked: str) -> list[tuple[int, int]]:
+    """The spans of the blocks of a text."""
     pieces = re.split(f"([{MARKS[0]}{MARKS[1]}])", marked)  # the odd elements are marks
     if tuple(pieces[1::2]) != MARKS * (len(pieces) // 4):
         raise BadRow("the template's {% generation %} blocks are nested")
@@ -327,5 +333,5 @@ def _spans_by_marks(text: str, marked: str, num_before: int) -> list[tuple[int, 
             "the template changes the text of {% generation %} blocks after rendering them"
         )
     ends = list(itertools.accumulate(len(piece) for piece in pieces[::2]))
-    spans = list(zip(ends[0::2], ends[1::2], strict=False))[num_before:]
+    spans = zip(ends[0::2], ends[1::2], strict=False)
     return [(begin, end) for begin, end in spans if begin < end]
