@@ -155,14 +155,25 @@ def test_evaluation_ends_where_a_flag_is_set():
         seen.append(stop)
         return {"tokens": 1.0, "loss_sum": 2.0, "stop": stop}
 
+    flags = iter([0, 0, 1, 1, 1])
+    with pytest.raises(StopRequested):
+        mean_of_five(eval_step, lambda: next(flags))
+    assert seen == [0, 0, 1, 1]  # known when the next batch has been dispatched
+
+
+def mean_of_five(eval_step, stop):
+    """The mean loss over five batches."""
     rows = LocalRows(shards=1, owned=(0,), micro_batch_size=0)
     mesh = jax.make_mesh((1,) * 7, MESH_AXES, devices=jax.devices()[:1])
-    flags = iter([0, 0, 1, 1, 1])
     names = ("tokens", "targets", "positions", "loss_mask")
     batches = [dict.fromkeys(names, np.zeros((1, 4), np.int32))] * 5
-    with pytest.raises(StopRequested):
-        mean_loss(eval_step, None, batches, mesh, 1, rows, lambda: next(flags))
-    assert seen == [0, 0, 1, 1]  # known when the next batch has been dispatched
+    return mean_loss(eval_step, None, batches, mesh, 1, rows, stop)
+
+
+def test_a_mean_loss_is_divided_by_weights_below_1():
+    sums = iter([{"tokens": 1e-3, "loss_sum": 2e-3}, *[{"tokens": 0, "loss_sum": 0}] * 4])
+    assert mean_of_five(lambda *_: next(sums), lambda: None).per_token == pytest.approx(2)
+    assert mean_of_five(lambda *_: {"tokens": 0, "loss_sum": 0}, lambda: None).per_token == 0
 
 
 def test_saves_wait_for_a_step_that_was_not_skipped(tmp_path):

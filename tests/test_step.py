@@ -15,6 +15,7 @@ from layouts import (
     DELTA,
     DROPOUT,
     EVERYTHING,
+    MLP_ONLY,
     SHARED_KEYS,
     assert_equal_but_rounding,
     batch_gradients,
@@ -36,6 +37,7 @@ from maxmeg.config.model import DType
 from maxmeg.config.parallel import Schedule
 from maxmeg.config.schema import LossBackend, LossReduction
 from maxmeg.eval_step import make_compute_copy, make_eval_step
+from maxmeg.objectives.language_modelling import LANGUAGE_MODELLING
 from maxmeg.ops import backend
 from maxmeg.ops.attention import cudnn
 from maxmeg.ops.backend import Device
@@ -151,6 +153,43 @@ def test_megatron_reduction_is_the_mean_of_microbatch_means():
 
     wanted = named_gradients(jax.jit(jax.grad(mean_of_means))(on_host(model)))
     assert_equal_but_rounding(({}, found), ({}, wanted), MEANS_TOLERANCE, FLOOR)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "microbatch"), [({"fsdp": 1}, 0), ({"data": 2, "fsdp": 1}, 4)]
+)
+def test_targets_have_weights_in_the_mean_of_the_whole_batch(parallel, microbatch):
+    """Only ratios count, also where the sum is below 1; and a row of weight 2 is the row twice.
+
+    Rows 0 and 15 are equal, and belong to other devices and microbatches.
+    """
+    config = tiny(MLP_ONLY | {"num_layers": 1}, {"micro_batch_size": microbatch}, **parallel)
+    mesh, rng = mesh_of(config), np.random.default_rng(3)
+    _, abstract, state = tiny_state(config, mesh)
+    function = jax.jit(make_gradients(config, mesh, abstract.model))
+    tokens, targets = rng.integers(0, config.model.vocab_size, (2, BATCH, 16), dtype=np.int32)
+    mask = rng.choice(np.float32([0, 1e-4, 3e-4, 2e-3]), tokens.shape)
+    for array in (tokens, targets, mask):
+        array[15] = array[0]
+    moved = mask.copy()
+    moved[0], moved[15] = 2 * mask[0], 0
+    found = []
+    for each in (mask, 1024 * mask, moved):
+        arrays = {"tokens": tokens, "targets": targets, "loss_mask": each}
+        gradients, sums = function(state.model, tiny_batch(config, mesh, **arrays), state.key)
+        loss = float(LANGUAGE_MODELLING.metrics(sums)["loss"])
+        assert float(sums["tokens"]) == pytest.approx(each.sum())
+        found.append(({"loss": loss}, named_gradients(gradients)))
+    small, large, once = found
+    assert mask.sum() < 1 and small[0] == large[0]
+    for name, array in small[1].items():
+        np.testing.assert_array_equal(array, large[1][name], err_msg=name)
+    assert_equal_but_rounding(once, small, TOLERANCE, FLOOR)
+    logits_BLV = np.asarray(on_host(state.model)(jnp.asarray(tokens)), np.float64)
+    chosen_BL1 = np.take_along_axis(logits_BLV, targets[..., None], axis=-1)
+    losses_BL = np.log(np.exp(logits_BLV).sum(-1)) - chosen_BL1[..., 0]
+    wanted = np.average(losses_BL, weights=moved)
+    assert once[0]["loss"] == pytest.approx(wanted, rel=1e-5)
 
 
 @pytest.mark.each_commit

@@ -54,7 +54,7 @@ def mean_loss(
     nats, tokens, num_bytes, right = (
         sum(float(part.get(name, 0)) for part in sums) for name in names
     )
-    loss = MeanLoss(nats / max(tokens, 1.0), nats / num_bytes if num_bytes else None, tokens)
+    loss = MeanLoss(nats / (tokens or 1.0), nats / num_bytes if num_bytes else None, tokens)
     if not (sums and "right" in sums[0]):
         return loss
     tables = [np.asarray(part["confusion"], int) for part in sums if "confusion" in part]

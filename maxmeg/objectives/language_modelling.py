@@ -15,7 +15,7 @@ from maxmeg.models.lm import LM
 from maxmeg.objectives.objective import Metrics, Objective, Sums, token_loss, token_metrics
 from maxmeg.ops.random import fold
 from maxmeg.parallel import collectives
-from maxmeg.parallel.batch import Batch
+from maxmeg.parallel.batch import NO_TARGETS, Batch
 from maxmeg.parallel.trainable import fixed, joined, trained
 from maxmeg.pipeline.last_stage import is_piped, on_last_stage
 
@@ -128,7 +128,7 @@ def metrics(sums: Sums) -> Metrics:
     """Mean cross entropy of the next token and of each MTP depth, in nats per token."""
     if "mtp_loss_sum" not in sums:
         return token_metrics(sums)
-    mean_losses = sums["mtp_loss_sum"] / jnp.maximum(sums["mtp_tokens"], 1)
+    mean_losses = sums["mtp_loss_sum"] / jnp.maximum(sums["mtp_tokens"], NO_TARGETS)
     mtp_losses = {f"mtp_loss/{i + 1}": mean_losses[i] for i in range(len(mean_losses))}
     return token_metrics(sums) | mtp_losses
 

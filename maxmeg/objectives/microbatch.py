@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from maxmeg.config.schema import LossReduction
 from maxmeg.layers.context import Context, Source
 from maxmeg.parallel import collectives
-from maxmeg.parallel.batch import Batch
+from maxmeg.parallel.batch import NO_TARGETS, Batch
 from maxmeg.parallel.mesh import BATCH_AXES, CONTEXT_AXES, TOKEN_AXES
 
 
@@ -43,9 +43,8 @@ def with_divisors(
     """The batch [M, B, ...] with the rows' numbers in the global batch, the divisor of the loss of
     each of `masks` [M, B, L], and the weight of each microbatch in means over them.
 
-    Losses and gradients then need only be summed. token_mean: a token weighs 1 / (tokens of the
-    global batch); megatron: the mean over microbatches and ranks of each one's own token mean.
-    scale: factor of all losses.
+    Losses and gradients then need only be summed. token_mean: mean over the global batch, weighted
+    by the mask; megatron: mean over microbatches and ranks of such means. scale: factor of losses.
     """
     M, B, _ = batch.tokens.shape
     first = collectives.first_index(BATCH_AXES, B)
@@ -54,9 +53,9 @@ def with_divisors(
     def divisors(mask_MBL: jax.Array) -> jax.Array:
         if reduction is LossReduction.token_mean:
             total = collectives.sum_over(jnp.sum(mask_MBL), TOKEN_AXES)
-            return jnp.full(M, jnp.maximum(total, 1))
+            return jnp.full(M, jnp.maximum(total, NO_TARGETS))
         totals_M = collectives.sum_over(jnp.sum(mask_MBL, axis=(1, 2)), CONTEXT_AXES)
-        return jnp.maximum(totals_M, 1) * (M * shards)
+        return jnp.maximum(totals_M, NO_TARGETS) * (M * shards)
 
     return dataclasses.replace(
         batch,

@@ -12,7 +12,7 @@ from maxmeg.layers.context import Context
 from maxmeg.layers.stream import Stream
 from maxmeg.models.stack import Stack
 from maxmeg.parallel import collectives
-from maxmeg.parallel.batch import Batch
+from maxmeg.parallel.batch import NO_TARGETS, Batch
 
 Sums = dict[str, typing.Any]
 Metrics = dict[str, typing.Any]
@@ -59,8 +59,8 @@ def token_loss(
 
 
 def token_metrics(sums: Sums) -> Metrics:
-    """Mean cross entropy, in nats per token."""
-    return {"loss": sums["loss_sum"] / jnp.maximum(sums["tokens"], 1)}
+    """Mean cross entropy, weighted by the loss mask, in nats per token."""
+    return {"loss": sums["loss_sum"] / jnp.maximum(sums["tokens"], NO_TARGETS)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Objective:
     """A loss and its normalization; by default the cross entropy of the targets.
 
     masks(model, batch): target masks of all losses in training, the main loss first; batch.divisors
-    has one element per mask. In evaluation, which computes only the main loss, it has one element.
+    has one element per mask, in evaluation that of the main loss alone.
     head_inputs(model, batch, ctx): arrays that `loss_inputs` reads, as partial sums over pipe.
     loss_inputs(model, x, head_inputs, batch, ctx): ([inputs of the loss], auxiliary values), from
     the stack's output x and the sums of `head_inputs`, computed by the last pipeline stage alone

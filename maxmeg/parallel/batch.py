@@ -8,6 +8,8 @@ from jax.sharding import PartitionSpec as P
 
 from maxmeg.parallel.mesh import BATCH_AXES, CONTEXT_AXES
 
+NO_TARGETS = 1e-20  # divisor of the loss where the sum of the mask is less, because it is 0
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

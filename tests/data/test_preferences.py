@@ -9,7 +9,9 @@ import pytest
 from maxmeg.config.data import DataConfig, Objective
 from maxmeg.data.build import build_dataset
 from maxmeg.data.chat.answers import prepare
-from maxmeg.data.chat.preferences import PREFERENCES, Preferences
+from maxmeg.data.chat.preferences import PREFERENCES, Preferences, read_side
+from maxmeg.data.chat.turns import BadRow
+from maxmeg.data.prepare.documents import Record
 from maxmeg.data.resuming import Difference, compare, record_order
 from maxmeg.data.tokenizers.load import load_tokenizer
 
@@ -86,3 +88,14 @@ def test_the_settings_of_a_run_open_preferences(tmp_path):
     assert compare(json.loads(json.dumps(saved)), train, 4) == Difference(0, 0)
     other = build_dataset(*place, 0, 2, cache_dir=str(tmp_path / "cache"))
     assert compare(saved, other, 4) == Difference(4 * LENGTH, 4 * LENGTH, is_bound=True)
+
+
+def test_weights_of_pairs_are_refused():
+    answers = {"prompt": say("u:q"), "chosen": say("a:yes"), "rejected": say("a:no")}
+    heavy = [message | {"weight": 2} for message in answers["chosen"]]
+    for row, message in (
+        (answers | {"weight": 0}, "^weight=0: pairs of answers have no weights yet, remove it"),
+        (answers | {"chosen": heavy}, "^a message's weight=2: pairs of answers have no weights"),
+    ):
+        with pytest.raises(BadRow, match=message):
+            read_side("chosen", Record("x.jsonl", 1, json.dumps(row).encode()))

@@ -1,5 +1,6 @@
 """Chats become rows: tokens, what has a loss, what is too long, and what cannot be read."""
 
+import collections
 import gzip
 import json
 import logging
@@ -26,6 +27,7 @@ TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] + ':' }}{% if m.role == 'assistant' %}{% generation %}"
     "{{ m.content + '.' }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
 )
+WEIGHTS = [1, 2, 3, 0, 5, None, 2.0, 1, 4, 2]  # of rows
 LENGTHS = [1, 3, 9, 2, 30, 5, 4, 4, 12, 1]  # characters that the assistant says
 LENGTH = 16
 
@@ -93,6 +95,55 @@ def test_every_conversation_once_with_its_loss(files, tmp_path, packing):
     assert ("segment_ids" in batch) == has_segments == (packing is not Packing.none)
     again = pickle.loads(pickle.dumps(data)).batch(np.arange(3))
     assert all((batch[name] == again[name]).all() for name in batch)
+
+
+def weights_of_targets(data: PackedDataset) -> collections.Counter:
+    """The sum of the loss mask over an epoch, by (tokens of the text before the target, target).
+
+    A run's loss is a sum over these, each divided by the sum of all.
+    """
+    batch, sums = data.batch(np.arange(data.samples_per_epoch)), collections.Counter()
+    for row, at in np.argwhere(batch["loss_mask"]).tolist():
+        begin = at - batch["positions"][row, at]
+        before = bytes(batch["tokens"][row, begin : at + 1].tolist())
+        sums[before, chr(batch["targets"][row, at])] += float(batch["loss_mask"][row, at])
+    return sums
+
+
+@pytest.mark.parametrize("packing", Packing)
+def test_a_row_of_weight_2_counts_as_two_rows(files, tmp_path, packing):
+    rows, sums = [chat(chr(97 + i) * n) for i, n in enumerate(LENGTHS)], []
+    weighted = [row | {"weight": w} for row, w in zip(rows, WEIGHTS, strict=True)]
+    pairs = zip(rows, WEIGHTS, strict=True)
+    repeated = [row for row, w in pairs for _ in range(int(1 if w is None else w))]
+    for number, each in enumerate((weighted, repeated)):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_text("\n".join(map(json.dumps, each)))
+        sums.append(
+            weights_of_targets(opened(settings((str(path), files[1]), packing=packing), tmp_path))
+        )
+    assert sums[0] == sums[1] and {*sums[0].values()} == {1, 2, 3}
+
+
+def test_a_token_has_the_weight_of_its_row_times_that_of_its_message(files, tmp_path, capsys):
+    turns = [chat(text)["messages"] for text in "xyz"]
+    for (_, said), weight in zip(turns, (0.5, 0, 3), strict=True):
+        said["weight"] = weight
+    row = {"messages": [*turns[0], *turns[1], *turns[2]], "weight": 2.5}
+    (tmp_path / "w.jsonl").write_text(
+        json.dumps(row) + "\n" + json.dumps(chat("p") | {"weight": 0})
+    )
+    data = opened(settings((str(tmp_path / "w.jsonl"), files[1]), sequence_length=32), tmp_path)
+    text = "u:q?a:x.u:q?a:y.u:q?a:z."
+    ends = [(5, 1.25), (6, 1.25), (21, 7.5), (22, 7.5)]
+    wanted = {(text[: i + 1].encode(), text[i + 1]): weight for i, weight in ends}
+    assert (
+        weights_of_targets(data) == wanted and data.batch(np.arange(1))["loss_mask"].dtype == "f4"
+    )
+    assert "(1 messages, 1 of weight 0), 24 tokens" in capsys.readouterr().err
+    (tmp_path / "w.jsonl").write_text(json.dumps(row | {"weight": 0}))
+    with pytest.raises(ValueError, match="all 1 rows have weight 0, which trains nothing"):
+        opened(settings((str(tmp_path / "w.jsonl"), files[1])), tmp_path)
 
 
 def test_long_conversations_lose_their_ends(files, tmp_path, caplog):
@@ -274,7 +325,7 @@ def test_processes_make_the_same_files(files, tmp_path, monkeypatch):
         cache = tmp_path / str(number)
         folder = Path(prepare(files[0], CHATS, tokenizer, cache, files[1], 2 * number))
         made.append({path.name: path.read_bytes() for path in folder.iterdir()})
-    assert made[0] == made[1] and len(made[0]) == 6
+    assert made[0] == made[1] and len(made[0]) == 9
     with open(files[0], "a") as file:
         file.write('\n{"messages": 1}\n')
     with pytest.raises(ValueError, match=r"line 20: .*not a list of messages"):

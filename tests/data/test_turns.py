@@ -115,10 +115,42 @@ def test_a_message_of_weight_0_has_no_loss(text):
         assert trained_texts(text, weighted) == rest
 
 
+WRONG = (-1, float("nan"), float("inf"), 1e-7, 1001, "2", True, [1])
+PLACES = {  # the field that an error names -> a row with a weight there
+    "weight": lambda weight: {"messages": [USER, SAID], "weight": weight},
+    "messages[1].weight": lambda weight: {"messages": [USER, {**SAID, "weight": weight}]},
+    "conversations[0].weight": lambda weight: shared(
+        {"from": "gpt", "value": "y", "weight": weight}
+    ),
+}
+
+
+@pytest.mark.parametrize("field", PLACES)
+def test_a_weight_that_is_no_weight_is_named_with_its_field(field):
+    rows = [PLACES[field](weight) for weight in WRONG]
+    for weight, error in zip(WRONG, found(CHATML, *rows), strict=True):
+        wanted = f"{field}={weight!r} must be 0, or a number from 1e-06 to 1000"
+        assert (
+            isinstance(error, BadRow) and str(error).startswith(wanted) and "\n" not in str(error)
+        )
+    for weight, wanted in ((None, 1), (1000, 1000), (1e-6, 1e-6), (2, 2)):  # null is absent
+        (turn,) = found(CHATML, PLACES[field](weight))
+        assert [span[2] for span in turn.spans] == [wanted]
+
+
+def test_turns_of_one_block_have_one_weight():
+    template = (
+        "{% generation %}{% for m in messages %}{{ m.content }};{% endfor %}{% endgeneration %}"
+    )
+    rows = [{"messages": [SAID, {**SAID, "weight": weight}]} for weight in (1, 2)]
+    one, two = found(template, *rows)
+    assert one.spans == [(0, 4, 1)] and "turns of different weights" in str(two)
+
+
 def trained_texts(template: str, chat: list) -> list[str]:
     (turns,) = found(template, {"messages": chat})
     turns = turns if isinstance(turns, list) else [turns]
-    return [turn.text[begin:end] for turn in turns for begin, end in turn.spans]
+    return [turn.text[begin:end] for turn in turns for begin, end, _ in turn.spans]
 
 
 USER = {"role": "user", "content": "x"}
@@ -147,11 +179,10 @@ ROWS = {
     "silence": ({"messages": [USER, {**SAID, "content": None, "tool_calls": []}]}, "no content"),
     "no assistant": ({"messages": [USER]}, "no message has the role assistant"),
     "no weight": ({"messages": [USER, {**SAID, "weight": 0}]}, "a weight that is not 0"),
-    "half a weight": (
-        {"messages": [USER, {**SAID, "weight": 0.5}]},
-        r"1\].weight=0.5 must be 1, or",
+    "a weight of the user": (
+        {"messages": [{**USER, "weight": 0.5}, SAID]},
+        r"messages\[0\].weight=0.5: only the assistant's messages have a loss",
     ),
-    "its weight": ({"messages": [USER, SAID], "weight": 2.0}, "^weight=2.0: weights of rows are"),
     "tools": ({"messages": [USER, SAID], "tools": "x"}, "tools='x' is not JSON"),
     "a speaker": (shared({"from": "x", "value": ""}), r"conversations\[0\]\.from='x' is unknown"),
     "no call": (shared({"from": "function_call", "value": "[1]"}), r"value='\[1\]' is not a call"),
@@ -164,7 +195,7 @@ def test_bad_rows_are_reported_and_the_others_kept():
     good = {"messages": [USER, SAID]}
     rows = [good, *(row for row, _ in ROWS.values()), good]
     first, *bad, last = found(BLOCKS, *rows)
-    assert first == last and first.text[slice(*first.spans[0])] == "y</s>"
+    assert first == last and first.text[slice(*first.spans[0][:2])] == "y</s>"
     for (_, error), name, turn in zip(ROWS.values(), ROWS, bad, strict=True):
         with pytest.raises(BadRow, match=error):
             assert isinstance(turn, BadRow), name

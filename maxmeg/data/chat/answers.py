@@ -1,8 +1,9 @@
 """Tokenize rows of chats or preferences, and mark the tokens that have a loss.
 
-Tokens and loss masks are made once per node, in parallel processes, and kept in the cache as two
+Tokens and loss masks are made once per node, in parallel processes, and kept in the cache as
 .bin/.idx pairs: one document per row, one sequence per text of the row. The tokens before a turn
-with a loss are those of its prompt, which `generate` and the server would send.
+with a loss are those of its prompt, which `generate` and the server would send. `loss` is a mask of
+0 and 1; `weights` has other weights of the tokens' losses, and empty sequences if there are none.
 """
 
 import collections
@@ -38,7 +39,7 @@ from maxmeg.data.tokenizers.load import load_tokenizer
 from maxmeg.data.tokenizers.tokenizer import Tokenizer, special_name
 from maxmeg.data.workers import in_processes
 
-LAYOUT = b"3"  # version of the files in the cache; a new version is made again
+LAYOUT = b"4"  # version of the files in the cache; a new version is made again
 MAX_WORKERS = 16
 _ROWS_AT_ONCE, _BYTES_AT_ONCE = 1024, 1 << 22  # limits of a chunk
 _REMEDY = "give the job more memory or fewer cores, then start again"
@@ -47,7 +48,7 @@ _SEVERAL_TEXTS = (
     "the tokens of the turn before: give an answer of one turn, or a template that does not change "
     "earlier turns (data.chat_template=FILE)"
 )
-# Tokens of rows, which of them have a loss, the rows of each form, messages about invalid rows.
+# Tokens of rows, float32 weights of their losses, rows of each form, messages about invalid rows.
 Encoded = tuple[np.ndarray, np.ndarray]
 Made = tuple[Column, Column, collections.Counter[str], list[str]]
 
@@ -141,7 +142,7 @@ def _encode_rows(
     kind: Kind, template: ChatTemplate, tokenizer: Tokenizer, records: list[Record]
 ) -> Made:
     sides = [find_turns(template, records, read) for read in kind.readers]
-    texts, ends, problems = [(np.empty(0, np.int32), np.empty(0, np.uint8))], [], []
+    texts, ends, problems = [(np.empty(0, np.int32), np.empty(0, np.float32))], [], []
     forms: collections.Counter[str] = collections.Counter()
     for record, *row in zip(records, *sides, strict=True):
         try:
@@ -150,13 +151,14 @@ def _encode_rows(
                 raise BadRow(_SEVERAL_TEXTS)
             texts += itertools.chain(*encoded)
             ends.append(len(texts) - 1)
-            forms.update(turns[0].form for _, turns in row[:1] if isinstance(turns, list))
+            for _, turns in row[:1]:
+                forms[turns[0].form if turns else "of weight 0"] += 1
         except BadRow as error:
             problems.append(f"{record.place}: {error}")
     lengths = np.array([len(tokens) for tokens, _ in texts[1:]], np.int64)
-    tokens, loss = (np.concatenate(parts) for parts in zip(*texts, strict=True))
+    tokens, weights = (np.concatenate(parts) for parts in zip(*texts, strict=True))
     tokens, ends = tokens.astype(token_dtype(tokenizer.vocab_size)), np.array(ends, np.int64)
-    return Column(tokens, lengths, ends), Column(loss, lengths, ends), forms, problems
+    return Column(tokens, lengths, ends), Column(weights, lengths, ends), forms, problems
 
 
 def _write(files: Sequence[str], num_workers: int | None, folder: Path, *making: Any) -> None:
@@ -177,6 +179,8 @@ def _write(files: Sequence[str], num_workers: int | None, folder: Path, *making:
     path = files[0] + f" and {len(files) - 1} more" * (len(files) > 1)
     if not forms:
         raise ValueError(f"{path} holds no {kind.name}: write one JSON object per line")
+    if not num_texts:
+        raise ValueError(f"{path}: all {forms.total():,} rows have weight 0, which trains nothing")
     named = {name: count for name, count in forms.items() if name}
     counts = ", ".join(f"{count:,} {name}" for name, count in named.items())
     detail = f" ({counts if len(named) > 1 else ''.join(named)})" * bool(named)
@@ -197,10 +201,15 @@ def _write_all(
     problems: list[str] = []
     num_texts = 0
     tokens = IndexedWriter(folder / "tokens", vocab_size)
-    with tokens, IndexedWriter(folder / "loss", dtype=np.uint8) as loss:
-        for ids, has_loss, of_forms, bad in chunks:
+    loss = IndexedWriter(folder / "loss", dtype=np.uint8)
+    with tokens, loss, IndexedWriter(folder / "weights", dtype=np.float32) as weights:
+        for ids, of_loss, of_forms, bad in chunks:
             tokens.add_documents(ids.tokens, ids.lengths, ids.ends)
-            loss.add_documents(has_loss.tokens, has_loss.lengths, has_loss.ends)
+            has_loss = of_loss.tokens > 0
+            loss.add_documents(has_loss.astype(np.uint8), ids.lengths, ids.ends)
+            is_weighted = not np.array_equal(of_loss.tokens, has_loss)  # or all are 0 or 1
+            values = of_loss.tokens if is_weighted else np.empty(0, np.float32)
+            weights.add_documents(values, ids.lengths * is_weighted, ids.ends)
             forms += of_forms
             num_texts += len(ids.lengths)
             problems += bad
@@ -212,17 +221,17 @@ def _write_all(
 
 
 def encode_turns(tokenizer: Tokenizer, turns: list[Turns] | BadRow) -> list[Encoded]:
-    """Tokens of each text, and a uint8 mask of the tokens that have a loss."""
+    """Tokens of each text, and the float32 weights of their losses, 0 for tokens without a loss."""
     if isinstance(turns, BadRow):
         raise turns
     encoded = [each for text in turns for each in _encode_text(tokenizer, text)]
-    if not any(has_loss[1:].any() for _, has_loss in encoded):
+    if turns and not any(weights[1:].any() for _, weights in encoded):
         raise BadRow("none of its tokens has a loss: the template marks no text of the assistant")
     return [each for each in encoded if each[1][1:].any()]
 
 
 def _encode_text(tokenizer: Tokenizer, turns: Turns) -> Iterator[Encoded]:
-    """The tokens of a text, and their losses.
+    """The tokens of a text, and the weights of their losses.
 
     Where a token of the whole text joins a prompt's end and a span's beginning, as in an answer
     after "Assistant: ", the span has a text of its own, in which the tokens begin anew at the span.
@@ -233,22 +242,22 @@ def _encode_text(tokenizer: Tokenizer, turns: Turns) -> Iterator[Encoded]:
         raise BadRow(str(error)) from None
     end = np.array([tokenizer.eod] if turns.has_end else [], np.int32)
     ids, characters = tokenizer.encode_spans(turns.text, tokenizer.added)
-    has_loss, starts = np.zeros(len(ids), np.uint8), characters[:, 0]
+    weights, starts = np.zeros(len(ids), np.float32), characters[:, 0]
     is_special = np.isin(ids, [*tokenizer.special_ids, *tokenizer.added.values()])
-    for begin, stop in turns.spans:
+    for begin, stop, weight in turns.spans:
         first, last = np.searchsorted(starts, (begin, stop)).tolist()
         # What precedes a special token does not change the tokens after it.
         anchor = np.flatnonzero(is_special[:first]).max(initial=0)
         prompt = turns.text[starts[anchor] * (anchor > 0) : begin]
         if np.array_equal(tokenizer.encode_marked(prompt, tokenizer.added), ids[anchor:first]):
-            has_loss[first:last] = 1
+            weights[first:last] = weight
             continue
         prompt = tokenizer.encode_marked(turns.text[:begin], tokenizer.added)
         answer = np.append(_encode_after(tokenizer, turns.text[begin:stop]), end)
-        has_loss_here = np.repeat(np.array([0, 1], np.uint8), (len(prompt), len(answer)))
-        yield np.append(prompt, answer), has_loss_here
-    if has_loss.any():
-        yield np.append(ids, end), np.append(has_loss, np.ones(len(end), np.uint8))
+        here = np.repeat(np.array([0, weight], np.float32), (len(prompt), len(answer)))
+        yield np.append(prompt, answer), here
+    if weights.any():
+        yield np.append(ids, end), np.append(weights, np.ones(len(end), np.float32))
 
 
 def _encode_after(tokenizer: Tokenizer, text: str) -> np.ndarray:
@@ -260,12 +269,13 @@ def _encode_after(tokenizer: Tokenizer, text: str) -> np.ndarray:
     return tokenizer.encode_marked(text, tokenizer.added)
 
 
-def open_prepared(folder: str) -> tuple[IndexedDataset, IndexedDataset]:
-    """The tokens and the loss mask in a folder that `prepare` wrote."""
+def open_prepared(folder: str) -> tuple[IndexedDataset, IndexedDataset, IndexedDataset]:
+    """The tokens, the loss mask and the weights of losses in a folder that `prepare` wrote."""
     try:
         tokens, loss = (IndexedDataset(os.path.join(folder, n)) for n in ("tokens", "loss"))
+        weights = IndexedDataset(os.path.join(folder, "weights"), may_be_empty=True)
         if not np.array_equal(tokens.lengths, loss.lengths):
             raise ValueError(f"{folder}: tokens and loss have different lengths")
     except ValueError as error:
         raise ValueError(f"{error}; or delete {folder}, and it is made again") from None
-    return tokens, loss
+    return tokens, loss, weights

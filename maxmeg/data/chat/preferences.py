@@ -30,12 +30,15 @@ from maxmeg.data.workers import RebuiltInWorkers
 
 logger = logging.getLogger("maxmeg")
 SIDES = ("chosen", "rejected")
+_UNWEIGHTED = "pairs of answers have no weights yet, remove it"
 _ROWS = 4  # key of the permutation; sampling and packing have other keys
 
 
 def read_side(side: str, record: documents.Record) -> Row | Turns:
     """The prompt with one of the answers; only the answer has a loss."""
     row = read_object(record, *SIDES)
+    if row.get("weight") not in (None, 1):
+        raise BadRow(f"weight={excerpt(row['weight'])}: {_UNWEIGHTED}")
     prompt = row.get("messages") if row.get("prompt") is None else row["prompt"]
     answers = [row[name] for name in SIDES]
     if all(isinstance(messages, list) for messages in answers):
@@ -46,15 +49,14 @@ def read_side(side: str, record: documents.Record) -> Row | Turns:
         raise BadRow("chosen and rejected are equal: there is no preference")
     answer = answers[SIDES.index(side)]
     if isinstance(prompt, list) and all(isinstance(text, str) for text in answers):
-        return conversation(
-            [*prompt, {"role": "assistant", "content": answer}], row.get("tools"), len(prompt)
-        )
+        answer = [{"role": "assistant", "content": answer}]
+        return _conversation([*prompt, *answer], row, len(prompt))
     if all(isinstance(messages, list) for messages in answers):
         if not isinstance(prompt, list):
             shared = _shared(*answers)
             _check_prompt(prompt, answer[:shared])
-            return conversation(answer, row.get("tools"), shared)
-        return conversation([*prompt, *answer], row.get("tools"), len(prompt))
+            return _conversation(answer, row, shared)
+        return _conversation([*prompt, *answer], row, len(prompt))
     if not all(isinstance(text, str) for text in answers) or isinstance(prompt, list):
         values = ", ".join(map(excerpt, answers))
         raise BadRow(f"chosen and rejected must both be texts or both lists of messages: {values}")
@@ -63,7 +65,14 @@ def read_side(side: str, record: documents.Record) -> Row | Turns:
         answer = answer[len(prompt) :]
     if not isinstance(prompt, str):
         raise BadRow(f"prompt={excerpt(prompt)} is not text")
-    return Turns(prompt + answer, [(len(prompt), len(prompt + answer))], has_end=True)
+    return Turns(prompt + answer, [(len(prompt), len(prompt + answer), 1)], has_end=True)
+
+
+def _conversation(messages: list[typing.Any], row: Row, first: int) -> Row:
+    answer = conversation(messages, row.get("tools"), first)
+    if weights := set(answer["weights"]) - {0, 1}:
+        raise BadRow(f"a message's weight={weights.pop()}: {_UNWEIGHTED}")
+    return answer
 
 
 def _shared(chosen: Sequence, rejected: Sequence) -> int:

@@ -41,7 +41,7 @@ class FittingRows(RebuiltInWorkers):
         self._datasets = [open_prepared(folder) for folder in folders]
         self._longest, self._num_texts = sequence_length + 1, num_texts
         counts, rows, lengths = collections.Counter(), [], []
-        for folder, (tokens, _) in enumerate(self._datasets):
+        for folder, (tokens, *_) in enumerate(self._datasets):
             begin, end = split_range(split, split_index, tokens.num_documents)
             first, last = tokens.document_indices[[begin, end]].tolist()
             full, begin = tokens.lengths[first:last].reshape(-1, num_texts), first // num_texts
@@ -62,19 +62,20 @@ class FittingRows(RebuiltInWorkers):
     @property
     def corpora(self) -> list[IndexedDataset]:
         """The tokens of each folder."""
-        return [tokens for tokens, _ in self._datasets]
+        return [tokens for tokens, *_ in self._datasets]
 
     def read_text(self, folder: int, row: int, text: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens of one text of a row after truncation, and which of them have a loss."""
-        tokens, loss = self._datasets[folder]
+        """Tokens of one text of a row after truncation, and the weights of their losses."""
+        tokens, loss, weights = self._datasets[folder]
         sequence = self._num_texts * row + text
         length = min(int(tokens.lengths[sequence]), self._longest)
-        return tokens.get(sequence, 0, length), loss.get(sequence, 0, length)
+        of_loss = weights if weights.lengths[sequence] else loss
+        return tokens.get(sequence, 0, length), of_loss.get(sequence, 0, length)
 
     def _has_loss(self, folder: int, row: int) -> bool:
         """Whether each text of a row has a target with a loss after truncation."""
         texts = (self.read_text(folder, row, text) for text in range(self._num_texts))
-        return all(has_loss[1:].any() for _, has_loss in texts)
+        return all(weights[1:].any() for _, weights in texts)
 
 
 class Chats(FittingRows):
@@ -86,7 +87,7 @@ class Chats(FittingRows):
         self.lengths = self.lengths[:, 0]
 
     def read(self, i: int) -> Document:
-        """Tokens of text i, and which of them have a loss."""
+        """Tokens of text i, and the weights of their losses."""
         folder, row = self.rows[i].tolist()
         return self.read_text(folder, row, 0)
 

@@ -16,7 +16,7 @@ import re
 import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from maxmeg.data.chat.conversation import excerpt, normalized
+from maxmeg.data.chat.conversation import excerpt, normalized, weight_of
 from maxmeg.data.chat.forms import read_conversation
 from maxmeg.data.chat.template import ChatTemplate
 from maxmeg.data.prepare.documents import Record
@@ -27,22 +27,23 @@ MAX_ERRORS = 20  # bad rows after which reading stops
 _LINES_OF_ERRORS = 8  # bad rows that an error names
 _TEXTS_AT_ONCE, _CHARACTERS_AT_ONCE = 8192, 2**23  # limits per request to the template's process
 
-# "messages"; "tools" for the template; "first": the index of the first message with a loss; "form":
-# the name of the row's form
+# "messages" and "tools" for the template; "weights": of each message's loss, 0 for one without a
+# loss; "weight": of the row; "form": the name of the row's form
 Row = dict[str, typing.Any]
+Span = tuple[int, int, float]
 
 
 @dataclasses.dataclass(frozen=True)
 class Turns:
-    """The text of a conversation up to the end of one of the assistant's turns, and the character
-    ranges [begin, end) that have a loss.
+    """The text of a conversation up to the end of one of the assistant's turns, and its spans with
+    a loss: (begin, end, weight of the loss), of characters [begin, end).
 
     has_end: append the end-of-document token, with a loss; chat templates write their own end.
     form: the name of the row's form.
     """
 
     text: str
-    spans: list[tuple[int, int]]
+    spans: list[Span]
     has_end: bool = False
     form: str = ""
 
@@ -83,41 +84,34 @@ def bad_rows_error(problems: Sequence[str]) -> ValueError:
 def read_row(record: Record) -> Row:
     """The conversation of a row of any form (`forms.FORMS`); BadRow for an invalid row."""
     row = read_object(record)
-    if row.get("weight") not in (None, 1):
-        weight = excerpt(row["weight"])
-        raise BadRow(f"weight={weight}: weights of rows are not supported, remove it")
     with bad_rows():
         form, (messages, tools, first) = read_conversation(row)
-        return conversation(messages, tools, first) | {"form": form}
+        weight = weight_of(row)
+    return conversation(messages, tools, first) | {"form": form, "weight": weight}
 
 
 def conversation(messages: typing.Any, tools: typing.Any, first: int = 0) -> Row:
-    """A row of these messages, in which the messages from index `first` on may have a loss;
-    BadRow."""
+    """A row of weight 1 with these messages, in which those of the assistant from index `first` on
+    have a loss with their own weights; BadRow."""
     with bad_rows():
         messages, tools = normalized(messages, tools, is_trained=True)
-    for number, message in enumerate(messages):
-        _check_message(message, f"messages[{number}]")
-    if not any(map(_is_trained, messages[first:])):
+    weights = [_weight(m, f"messages[{i}]") * (i >= first) for i, m in enumerate(messages)]
+    if not any(weights):
         raise BadRow(
             "no message has the role assistant, and a weight that is not 0: no token would have a "
             "loss"
         )
-    return {"messages": messages, "tools": tools, "first": first}
+    return {"messages": messages, "tools": tools, "weights": weights, "weight": 1}
 
 
-def _check_message(message: Row, field: str) -> None:
-    role = message["role"]
+def _weight(message: Row, field: str) -> float:
+    """Remove a message's weight, which is not for the template, and return that of its loss."""
+    role, weight = message["role"], message.pop("weight", 1)
     if role not in ROLES:
         raise BadRow(f"{field}.role={excerpt(role)} is unknown: known are {', '.join(ROLES)}")
-    if message.get("weight") not in (None, 0, 1):
-        weight = excerpt(message["weight"])
-        raise BadRow(f"{field}.weight={weight} must be 1, or 0 for a message without a loss")
-
-
-def _is_trained(message: Row) -> bool:
-    """Whether a message has a loss: weight 0, as in OpenAI's format, takes it away."""
-    return message["role"] == "assistant" and message.get("weight") != 0
+    if role != "assistant" and weight not in (0, 1):
+        raise BadRow(f"{field}.weight={weight}: only the assistant's messages have a loss")
+    return weight * (role == "assistant")
 
 
 def find_turns(
@@ -125,7 +119,8 @@ def find_turns(
     records: Iterable[Record],
     read: Callable[[Record], Row | Turns] = read_row,
 ) -> Iterator[tuple[Record, list[Turns] | BadRow]]:
-    """Yield every record in order, with the texts of its turns or the reason why it is refused.
+    """Yield every record in order, with the texts of its turns (none for a row of weight 0) or the
+    reason why it is refused.
 
     read: returns the conversation of a record, or its turns where no template is needed. ValueError
     where the template itself is invalid.
@@ -157,7 +152,7 @@ class _Text:
     """
 
     text: str
-    spans: list[tuple[int, int]]
+    spans: list[Span]
     last: int
 
 
@@ -177,8 +172,10 @@ def _render_rows(
 ) -> Iterator[list[Turns] | BadRow]:
     parts = [_parts(row) for row in rows]
     rendered, has_blocks = _render(template, parts, places, ("", ""))
-    pairs = zip(parts, rendered, strict=True)
-    texts = [_joined(of_row, texts_of_row, has_blocks) for of_row, texts_of_row in pairs]
+    texts = [
+        _joined(of_row, texts_of_row, [w * row["weight"] for w in row["weights"] if w], has_blocks)
+        for row, of_row, texts_of_row in zip(rows, parts, rendered, strict=True)
+    ]
     marked: list[list[str | BadRow]] = [[] for _ in rows]
     if has_blocks:
         ends = [
@@ -203,8 +200,8 @@ def _parts(row: Row) -> list[Row]:
     """The template's variables for each assistant turn with a loss: for its prompt, and for the
     messages up to its end."""
     messages, parts = row["messages"], []
-    for number, message in enumerate(messages):
-        if number >= row["first"] and _is_trained(message):
+    for number, weight in enumerate(row["weights"]):
+        if weight * row["weight"]:
             for end, is_prompt in ((number, True), (number + 1, False)):
                 part = {"messages": messages[:end], "tools": row["tools"]}
                 parts.append({**part, "add_generation_prompt": is_prompt})
@@ -225,10 +222,10 @@ def _render(
 
 
 def _joined(
-    parts: list[Row], rendered: list[str | BadRow], has_blocks: bool
+    parts: list[Row], rendered: list[str | BadRow], weights: list[float], has_blocks: bool
 ) -> list[_Text] | BadRow:
     """The texts of a row's turns, each with all turns that it contains as the server would render
-    them; or the reason why there are none."""
+    them; or the reason why there are none. weights: of the turns."""
     texts: list[_Text] = []
     for i in range(0, len(rendered), 2):
         prompt, text = rendered[i : i + 2]
@@ -247,7 +244,7 @@ def _joined(
                 "is not a prefix of the text up to its end. Give a template whose turns of the "
                 "assistant begin with its generation prompt (data.chat_template=FILE)"
             )
-        spans = [(len(prompt), len(text))]
+        spans = [(len(prompt), len(text), weights[i // 2])]
         if texts and prompt.startswith(texts[-1].text):
             spans = [*texts.pop().spans, *spans]
         texts.append(_Text(text, spans, i + 1))
@@ -268,21 +265,19 @@ def _turn_after(prompt: str, text: str, messages: Sequence[Row]) -> str:
     return turn if question and question in shared and answer in turn else ""
 
 
-def _marked_spans(texts: list[_Text], marked: list[str | BadRow]) -> list[list[tuple[int, int]]]:
+def _marked_spans(texts: list[_Text], marked: list[str | BadRow]) -> list[list[Span]]:
     """The spans of the {% generation %} blocks of each text's turns; marked: each text with
     marks."""
     spans = []
     for text, marks in zip(texts, marked, strict=True):
         if isinstance(marks, BadRow):
             raise marks
-        blocks = _spans_by_marks(text.text, marks)
-        spans.append(
-            [
-                (begin, end)
-                for begin, end in blocks
-                if any(begin < turn_end and turn_begin < end for turn_begin, turn_end in text.spans)
-            ]
-        )
+        spans.append([])
+        for begin, end in _spans_by_marks(text.text, marks):
+            weights = {weight for first, last, weight in text.spans if begin < last and first < end}
+            if len(weights) > 1:
+                raise BadRow("a {% generation %} block holds turns of different weights")
+            spans[-1] += [(begin, end, weight) for weight in weights]
     return spans
 
 

@@ -97,7 +97,7 @@ class Packed:
         return self.num_positions / max(len(self) * self.capacity, 1)
 
 
-# Tokens, and which of them have a loss (None: all of them).
+# Tokens, and the weights of their losses, 0 for a token without a loss (None: all are 1).
 Document = tuple[np.ndarray, np.ndarray | None]
 
 
@@ -113,13 +113,13 @@ def fill_rows(rows: Sequence[Sequence[Document]], length: int, pad: int) -> Batc
     batch["segment_ids"] = np.zeros(shape, np.int32)
     for row, documents in enumerate(rows):
         at = 0
-        for segment, (tokens, has_loss) in enumerate(documents, 1):
+        for segment, (tokens, weights) in enumerate(documents, 1):
             end = at + len(tokens) - 1
             assert at < end <= length
             batch["tokens"][row, at:end] = tokens[:-1]
             batch["targets"][row, at:end] = tokens[1:]
             batch["positions"][row, at:end] = np.arange(end - at)
-            batch["loss_mask"][row, at:end] = 1 if has_loss is None else has_loss[1:]
+            batch["loss_mask"][row, at:end] = 1 if weights is None else weights[1:]
             batch["segment_ids"][row, at:end] = segment
             at = end
     return batch
