@@ -5,6 +5,7 @@ inspect --config=NAME           what a run reads of its corpora
 merge PREFIX ... --output=PREFIX   one dataset from several
 verify PREFIX ...                  compare files with their checksums
 train-tokenizer                    train a vocabulary on text
+chats                              conversations of any form as rows of messages
 image-text                         images and their texts as one dataset
 """
 
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 from maxmeg.config.files import fields
 from maxmeg.config.flags import parse as parse_config
 from maxmeg.config.schema import Config
+from maxmeg.data import chats_command as _chats_command
 from maxmeg.data import image_text_command as _image_text_command
 from maxmeg.data import tokenizer_command as _tokenizer_command
 from maxmeg.data.corpus.checksum import SUFFIX, create_sums
@@ -141,6 +143,7 @@ COMMANDS = {
     "inspect": run_inspect,
     "merge": run_merge,
     "verify": run_verify,
+    "chats": lambda arguments: _chats_command.run(arguments),
     "image-text": lambda arguments: _image_text_command.run(arguments),
     "train-tokenizer": lambda arguments: _tokenizer_command.run(arguments),
 }

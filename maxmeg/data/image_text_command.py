@@ -10,8 +10,7 @@ import numpy as np
 from maxmeg.data.chat.turns import MAX_ERRORS, BadRow, bad_rows_error, read_object
 from maxmeg.data.corpus.indexed import IndexedWriter
 from maxmeg.data.corpus.vocabulary import write_vocabulary
-from maxmeg.data.prepare import documents
-from maxmeg.data.prepare.documents import Record, check_unicode, find_inputs, kind_of, read_records
+from maxmeg.data.prepare.documents import Record, check_unicode, find_row_files, read_records
 from maxmeg.data.prepare_command import Parser
 from maxmeg.data.samples.image_text import IMAGE, TEXT, WORD, decode_image, image_words
 from maxmeg.data.tokenizers.load import load_tokenizer
@@ -68,10 +67,7 @@ class Pairs:
 def write_pairs(inputs: Sequence[str], output: str, pairs: Pairs) -> int:
     """Write OUTPUT.bin and .idx; returns the number of pairs. ValueError that names invalid
     rows."""
-    files, count, problems = find_inputs(inputs), 0, []
-    for file in files:
-        if kind_of(file) == documents.TEXT:
-            raise ValueError(f"{file} is not named .jsonl: give one JSON object per line")
+    files, count, problems = find_row_files(inputs, "pairs of images and texts"), 0, []
     with IndexedWriter(output, dtype=WORD, multimodal=True) as writer:
         for record in read_records(files):
             try:

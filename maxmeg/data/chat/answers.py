@@ -26,14 +26,7 @@ from maxmeg.data.chat.turns import MAX_ERRORS, BadRow, Row, Turns, bad_rows_erro
 from maxmeg.data.corpus import storage
 from maxmeg.data.corpus.indexed import IndexedDataset, IndexedWriter, token_dtype
 from maxmeg.data.corpus.stored import atomic_folder, locked_folder
-from maxmeg.data.prepare.documents import (
-    TEXT,
-    Record,
-    check_unicode,
-    find_inputs,
-    kind_of,
-    read_records,
-)
+from maxmeg.data.prepare.documents import Record, check_unicode, find_row_files, read_records
 from maxmeg.data.prepare.encoding import Column
 from maxmeg.data.tokenizers.load import load_tokenizer
 from maxmeg.data.tokenizers.tokenizer import Tokenizer, special_name
@@ -82,13 +75,7 @@ def prepare(
     tokenizer.encode_spans("")  # NotImplementedError for a tokenizer without spans
     if not cache_dir:
         raise ValueError(f"give cache_dir, a folder to keep the tokens of {kind.name} in")
-    files = find_inputs([path])
-    for file in files:
-        if kind_of(file) == TEXT:
-            raise ValueError(
-                f"{file} is not named .jsonl (or .jsonl.gz, .jsonl.zst), .json, .parquet or "
-                f".arrow: does it hold {kind.name}?"
-            )
+    files = find_row_files([path], kind.name)
     template = load_chat_template(tokenizer, template_path)
     folder, name = Path(cache_dir), Path(path).name.split(".")[0].replace("*", "")
     final = folder / f"{name}-{_digest(files, kind, tokenizer, template)}"

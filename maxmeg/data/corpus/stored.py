@@ -8,6 +8,7 @@ import shutil
 import socket
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -57,10 +58,17 @@ def cached(folder: str, name: str, keys: Iterable[str], make: Callable[[], Array
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Write a file that appears whole, or replaces the file that was there, by a rename."""
+    with atomic_file(path) as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write, which appears at `path` when the block ends without an error."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

@@ -82,6 +82,18 @@ def find_inputs(patterns: Sequence[str]) -> list[str]:
     return paths
 
 
+def find_row_files(patterns: Sequence[str], content: str) -> list[str]:
+    """As `find_inputs`; ValueError for plain text, which has no rows. content: of the rows."""
+    paths = find_inputs(patterns)
+    for path in paths:
+        if kind_of(path) == TEXT:
+            raise ValueError(
+                f"{path} is not named .jsonl (or .jsonl.gz, .jsonl.zst), .json, .parquet or "
+                f".arrow: does it hold {content}?"
+            )
+    return paths
+
+
 def packing(path: str) -> str:
     """The suffix of a compressed file; empty for other files."""
     suffix = Path(path).suffix.lower()

@@ -38,6 +38,7 @@ from maxmeg.data.tokenizers.tokenizer import Tokenizer, find_marks
 
 SKIP_HINT = "--skip_bad_lines skips such lines"
 PART_BYTES = 256 << 20
+_WEIGHED_FILES = 16  # files, the first of all, whose first row is looked at for a weight
 _COUNTS = ("documents", "tokens", "bad_lines", "empty_rows")
 
 
@@ -79,6 +80,7 @@ def prepare(
         raise ValueError(f"workers={workers} is negative: 0 means this process alone")
     opened = open_inputs(documents.find_inputs(inputs), stdin_format)
     _check(opened, options, share)
+    _warn_of_weights(opened, options.json_keys)
     tokenizer = load_tokenizer(options.tokenizer)
     find_marks(tokenizer, options.placeholders)
     total = sum(file.width for file in opened)
@@ -128,6 +130,23 @@ def _check(inputs: Sequence[Input], options: Options, share: Share) -> None:
         )
     if share.part_bytes < 1:
         raise ValueError(f"part_bytes={share.part_bytes} must be at least 1")
+
+
+def _warn_of_weights(inputs: Sequence[Input], keys: Sequence[str]) -> None:
+    """Say once that weights of rows do not count, if the first row of a file has one."""
+    for file in inputs[:_WEIGHED_FILES]:
+        if file.path == "-" or file.kind == TEXT:
+            continue
+        with contextlib.suppress(ValueError):  # the row is named when it is encoded
+            record = next(documents.read_records([file.path]), None)
+            row = record.value() if record else None
+            if record and isinstance(row, dict) and "weight" not in keys and "weight" in row:
+                print(
+                    f"{record.place} has a weight, which is ignored: documents have none, give "
+                    "corpora weights in a blend (data.paths=0.7,A,0.3,B)",
+                    file=sys.stderr,
+                )
+                return
 
 
 class _Work:

@@ -153,7 +153,10 @@ def without_key(key: str, names: Iterable[str]) -> str:
     """The error for a row that has these fields, and not the key."""
     fields = ", ".join([*names][:8]) or "no fields"
     form = form_of(dict.fromkeys(names, ""))
-    hint = f"; these are chats ({form}), which data.objective=sft reads as they are" * bool(form)
+    hint = (
+        f"; these are chats ({form}), which data.objective=sft reads as they are, and `maxmeg "
+        "preprocess chats` writes as messages"
+    ) * bool(form)
     return f"no {key!r} among {fields}: see --json_keys{hint}"
 
 
