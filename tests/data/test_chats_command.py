@@ -107,6 +107,7 @@ def test_a_weight_of_a_text_is_said_to_be_ignored(tmp_path, capsys):
         ({"weight": 2.5}, ["text"], True),
         ({}, ["text"], False),
         ({"weight": "heavy"}, ["text", "weight"], False),
+        ({"weight": 1, "other": "b"}, ["text", "other"], True),
     ):
         source.write_text(json.dumps({"text": "a"} | fields))
         command = [f"--input={source}", f"--output={tmp_path}/c", "--workers=0", "--json_keys"]

@@ -178,6 +178,7 @@ def test_prepared_files_are_built_once(files, tmp_path, capsys):
     opened(settings(files, too_long=TooLong.truncate, packing=Packing.best_fit), tmp_path)
     assert not capsys.readouterr().err
     (made,) = (tmp_path / "cache").glob("chats-*")
+    assert not (made / "weights.bin").stat().st_size  # none but 0 and 1, which loss.bin has
     (made / "loss.bin").write_bytes(b"")
     with pytest.raises(ValueError, match=r"loss\.bin is empty.*or delete .*, and it is made again"):
         opened(settings(files), tmp_path)

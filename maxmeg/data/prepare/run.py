@@ -140,7 +140,8 @@ def _warn_of_weights(inputs: Sequence[Input], keys: Sequence[str]) -> None:
         with contextlib.suppress(ValueError):  # the row is named when it is encoded
             record = next(documents.read_records([file.path]), None)
             row = record.value() if record else None
-            if record and isinstance(row, dict) and "weight" not in keys and "weight" in row:
+            names = set(row) if isinstance(row, dict) else set()
+            if record and "weight" in names and names - {"weight"} >= {*keys}:
                 print(
                     f"{record.place} has a weight, which is ignored: documents have none, give "
                     "corpora weights in a blend (data.paths=0.7,A,0.3,B)",
