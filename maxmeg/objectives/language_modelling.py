@@ -128,9 +128,8 @@ def metrics(sums: Sums) -> Metrics:
     """Mean cross entropy of the next token and of each MTP depth, in nats per token."""
     if "mtp_loss_sum" not in sums:
         return token_metrics(sums)
-    mean_losses = sums["mtp_loss_sum"] / jnp.maximum(sums["mtp_tokens"], NO_TARGETS)
-    mtp_losses = {f"mtp_loss/{i + 1}": mean_losses[i] for i in range(len(mean_losses))}
-    return token_metrics(sums) | mtp_losses
+    means = sums["mtp_loss_sum"] / jnp.maximum(sums["mtp_tokens"], NO_TARGETS)
+    return token_metrics(sums) | {f"mtp_loss/{i + 1}": means[i] for i in range(len(means))}
 
 
 LANGUAGE_MODELLING = Objective(masks, head_inputs, loss_inputs, loss, metrics)
