@@ -1,7 +1,8 @@
 """The choice of an op's backend, its log line and its errors.
 
 A backend is a module or object with SUPPORTS, a line for error messages, and `refuses(*call,
-device)`, which returns why it cannot run a call, or "" if it can.
+device)`, which returns why it cannot run a call, or "" if it can. If it has `leaves_idle(*call)`,
+which returns why others are better, "auto" follows it.
 """
 
 import dataclasses
@@ -86,7 +87,8 @@ def first(
 ) -> tuple[str, str]:
     reasons = {}
     for name in order:
-        reason = backends[name].refuses(*call, device)
+        leaves_idle = getattr(backends[name], "leaves_idle", lambda *call: "")
+        reason = backends[name].refuses(*call, device) or leaves_idle(*call)
         if not reason:
             return name, "; ".join(f"{other}: {why}" for other, why in reasons.items())
         reasons[name] = reason

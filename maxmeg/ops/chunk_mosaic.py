@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from maxmeg.ops.backend import Device, kernel_module, refuses_hopper_kernels
 
 HALF = 64  # head size that goes with every state size
+PROGRAMS = 100  # fewer leave too many of the 132 multiprocessors of an H100 idle
 SUPPORTS = (
     "bfloat16 on Hopper GPUs, one decay per head, head sizes up to 128, and state sizes up to 256 "
     "(Mamba-2) or 128 (the delta rule)"
@@ -32,6 +33,14 @@ def refuses(inputs: Any, device: Device) -> str:
     if inputs.log_decay_BLHI.shape[-1] > 1:
         return "decays of channels (kda) are not supported, only one decay per head"
     return kernels(inputs).scan_refuses(*jax.eval_shape(fitted, inputs)[:3])
+
+
+def leaves_idle(inputs: Any) -> str:
+    """Why "auto" takes another backend: a program runs the chunks of a head one after the other."""
+    rows, _, heads, _ = inputs.v_BLHP.shape
+    if rows * heads >= PROGRAMS:
+        return ""
+    return f"{rows} rows of {heads} heads fill no GPU, fewer than {PROGRAMS} in all"
 
 
 def kernels(inputs: Any, direction: str = "") -> Any:

@@ -9,8 +9,9 @@ Mamba-2 (Dao and Gu, 2024) is q = C, k = B, v = x dt and g = A dt; Gated DeltaNe
 keys.
 
 Both directions are XLA's form or, with one decay per head, kernels for Hopper (ops.chunk_mosaic).
-In XLA's form, heads and tokens are cut into tiles (ops.chunk_tile), whose temporaries fit in
-WORKSPACE bytes. Backward stores the inputs only and runs every tile again.
+In XLA's form, heads and tokens are cut into tiles (ops.chunk_tile): on CPUs into many, whose
+temporaries fit in a cache, on GPUs into few, as every kernel costs a launch. Backward stores the
+inputs only and runs every tile again.
 
 Letters beside the legend's: N state, P head value, I decays of a head (1 or N), M tokens of a tile.
 """
@@ -26,12 +27,13 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from maxmeg.ops import chunk_mosaic, chunk_tile
-from maxmeg.ops.backend import pick
+from maxmeg.ops.backend import pick, target_device
 from maxmeg.ops.chunk_tile import Tile, run_tile
 
 BACKENDS = {"mosaic": chunk_mosaic, "xla": chunk_tile}
 ORDER = ("xla",)  # for "auto": mosaic has not been measured
 WORKSPACE = 12 << 20  # bytes of a tile's temporaries, about: with sums of gradients below 16 MiB
+GPU_WORKSPACE = 1 << 30  # of which compiled programs take a third to a half
 MOST_CHUNKS = 64  # of a tile: more would multiply mostly by zeros
 
 
@@ -65,12 +67,14 @@ class Documents(typing.NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Tiles of `heads` heads and `chunks` chunks of `chunk` tokens. per_group: heads of a group."""
+    """Tiles of `heads` heads and `chunks` chunks of `chunk` tokens. per_group: heads of a group.
+    in_parallel: as in `run_tile`."""
 
     chunk: int
     heads: int
     chunks: int
     per_group: int
+    in_parallel: bool
 
     @property
     def groups(self) -> int:
@@ -81,6 +85,9 @@ class Plan:
     def is_shared(self) -> bool:
         """Whether several blocks of heads have the same queries and keys."""
         return self.heads < self.per_group
+
+    def run(self, tile: Tile, state_BGJNP: jax.Array) -> tuple[jax.Array | None, jax.Array]:
+        return run_tile(tile, state_BGJNP, self.chunk, self.in_parallel)
 
 
 class Place(typing.NamedTuple):
@@ -152,15 +159,20 @@ def check_sizes(q_BLGN, k_BLGN, v_BLHP, log_decay, beta_BLH, state_BHNP, chunk: 
 
 
 def plan_of(inputs: Inputs, chunk: int, backward: bool = False) -> Plan:
-    """Tiles whose temporaries fit in WORKSPACE: whole groups of heads, or equal parts of one."""
+    """Tiles whose temporaries fit in a workspace: whole groups of heads, or equal parts of one."""
     (B, L, G, N), (H, P) = inputs.k_BLGN.shape, inputs.v_BLHP.shape[2:]
     is_delta, by_channel = inputs.beta_BLH is not None, inputs.log_decay_BLHI.shape[-1] > 1
+    on_gpu = target_device().is_cuda
+    workspace = GPU_WORKSPACE if on_gpu else WORKSPACE
     floats = (3 + 5 * is_delta) * chunk**2 + 5 * chunk * P + 4 * N * P
     floats += 4 * chunk * N * (by_channel or G == H)
-    floats += 3 * chunk * N * int(math.log2(chunk)) * by_channel
-    pairs = max(WORKSPACE // (4 * B * floats * (1 + backward)), 1)  # of a chunk and a head
+    if not on_gpu:  # where XLA fuses them
+        floats += 3 * chunk * N * int(math.log2(chunk)) * by_channel
+    pairs = max(workspace // (4 * B * floats * (1 + backward)), 1)  # of a chunk and a head
     count, chunks = -(-L // chunk), pairs
-    if is_delta:  # a loop over chunks, whose steps should have many heads
+    if is_delta and on_gpu:
+        chunks = max(pairs // H, 1)
+    elif is_delta:  # a loop over chunks, whose steps should have many heads
         # Backward stores the state before each tile of a block of heads: a quarter of WORKSPACE.
         chunks = math.isqrt(16 * pairs * count * B * N * P // WORKSPACE) + 1
     chunks = min(count, MOST_CHUNKS, chunks)
@@ -168,7 +180,7 @@ def plan_of(inputs: Inputs, chunk: int, backward: bool = False) -> Plan:
     group = H // G
     possible = [n for n in range(1, H + 1) if H % n == 0 and (n % group == 0 or group % n == 0)]
     heads = max(n for n in possible if n <= max(pairs // chunks, 1))
-    return Plan(chunk, heads, chunks, group)
+    return Plan(chunk, heads, chunks, group, on_gpu)
 
 
 def tile_of(plan: Plan, inputs: Inputs, documents: Documents, place: Place) -> Tile:
@@ -265,7 +277,7 @@ def scan_tiles(spec: ScanSpec, inputs: Inputs, documents: Documents):
         def tile(carry, token, count: int):
             (y_BLHP, state), place = carry, Place(head, token, count)
             cut = tile_of(plan, inputs, documents, place)
-            y_BMHP, state = run_tile(cut, state, plan.chunk)
+            y_BMHP, state = plan.run(cut, state)
             return (put(y_BLHP, y_BMHP, head, place), state), None
 
         y_BLHP, states_BHNP = carry
@@ -294,14 +306,14 @@ def scan_tiles_backward(spec: ScanSpec, residuals, slopes):
     def block(d_inputs: Inputs, head):
         def before(state, token, count: int):
             cut = tile_of(plan, inputs, documents, Place(head, token, count))
-            return run_tile(cut._replace(q_BMGN=None), state, plan.chunk)[1], state
+            return plan.run(cut._replace(q_BMGN=None), state)[1], state
 
         def tile(carry, token, count: int, state):
             (d_inputs, d_state), place = carry, Place(head, token, count)
             cut = tile_of(plan, inputs, documents, place)
 
             def run(arrays, state):
-                return run_tile(Tile._make((*arrays, *cut[5:])), state, plan.chunk)
+                return plan.run(Tile._make((*arrays, *cut[5:])), state)
 
             _, pull = jax.vjp(run, tuple(cut[:5]), state)
             d_y_BMHP = part_of(plan, d_y_BLHP, place, head, plan.heads)

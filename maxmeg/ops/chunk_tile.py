@@ -19,9 +19,11 @@ import typing
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 SUPPORTS = "every call"
+FEW = 4  # chunks that run one after the other in `composed_states`
 
 
 def refuses(*_: typing.Any) -> str:
@@ -55,8 +57,13 @@ class Masks(typing.NamedTuple):
     state_docs_BE: typing.Any = None  # of the states before each chunk and after the last
 
 
-def run_tile(tile: Tile, state_BGJNP: jax.Array, chunk: int) -> tuple[jax.Array | None, jax.Array]:
-    """(y [B, M, H, P] or None, state after the tile)."""
+def run_tile(
+    tile: Tile, state_BGJNP: jax.Array, chunk: int, in_parallel: bool
+) -> tuple[jax.Array | None, jax.Array]:
+    """(y [B, M, H, P] or None, state after the tile).
+
+    in_parallel: the chunks of the delta rule run at once (`parallel_states`).
+    """
     groups = tile.k_BMGN.shape[2]
     k_BCGSN = chunked(tile.k_BMGN, chunk, groups)[:, :, :, 0]
     values_BCGJSP = chunked(tile.v_BMHP, chunk, groups)
@@ -71,7 +78,8 @@ def run_tile(tile: Tile, state_BGJNP: jax.Array, chunk: int) -> tuple[jax.Array 
         lower = jnp.tril(jnp.ones((chunk, chunk), bool), -1)
         inverse_BCGJST = inverse(jnp.where(lower, beta_BCGJS1 * scores_BCGJST, 0))
         arrays = k_BCGSN, values_BCGJSP, beta_BCGJS1, sums_BCGJSI, inverse_BCGJST
-        values_BCGJSP, states_BCGJNP, state_BGJNP = delta_states(*arrays, masks, state_BGJNP)
+        run = parallel_states if in_parallel else delta_states
+        values_BCGJSP, states_BCGJNP, state_BGJNP = run(*arrays, masks, state_BGJNP)
     if tile.q_BMGN is None:
         return None, state_BGJNP
     q_BCGSN = chunked(tile.q_BMGN, chunk, groups)[:, :, :, 0]
@@ -173,7 +181,7 @@ def inverse(lower_ST: jax.Array) -> jax.Array:
     doubled, would lose all digits where keys repeat: its powers grow like binomials.)
     """
     size, (S, precision) = 1, (lower_ST.shape[-1], lax.Precision.HIGHEST)
-    token_S = jnp.arange(S)
+    token_S = np.arange(S)  # masks of NumPy are constants of the program
     inverse_ST = jnp.broadcast_to(jnp.eye(S, dtype=lower_ST.dtype), lower_ST.shape)
     while size < S:
         block_S = token_S // size
@@ -226,10 +234,9 @@ def states_of(k_BCGSN, values_BCGJSP, sums_BCGJSI, masks: Masks, state_BGJNP) ->
     return jnp.einsum("BDEGJN,BEGJNP->BDGJNP", decays_BDEGJI, states_BEGJNP)
 
 
-def delta_states(
-    k_BCGSN, values_BCGJSP, beta_BCGJS1, sums_BCGJSI, inverse_BCGJST, masks: Masks, state_BGJNP
-):
-    """(corrected values u, states before each chunk, state after the last), chunk by chunk."""
+def delta_factors(sums_BCGJSI, masks: Masks) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Decays of the delta rule: from the state before a chunk to a token, from a token to the state
+    after the chunk, and from state to state."""
     last_BCGJ1I = sums_BCGJSI[..., -1:, :]
     left_BCGJSI = masked(jnp.exp(last_BCGJ1I - sums_BCGJSI), masks.ends_BCGJSI)
     read_BCGJSI = masked(jnp.exp(sums_BCGJSI), masks.sees_BCGJSI)
@@ -238,8 +245,15 @@ def delta_states(
         docs_BE = masks.state_docs_BE
         goes_on = (docs_BE[:, :-1] == docs_BE[:, 1:])[:, :, None, None, None]
         stays_BCGJI = jnp.where(goes_on, stays_BCGJI, 0)
-    arrays = k_BCGSN, values_BCGJSP, beta_BCGJS1, read_BCGJSI, left_BCGJSI, stays_BCGJI
-    arrays = (*arrays, inverse_BCGJST)
+    return read_BCGJSI, left_BCGJSI, stays_BCGJI
+
+
+def delta_states(
+    k_BCGSN, values_BCGJSP, beta_BCGJS1, sums_BCGJSI, inverse_BCGJST, masks: Masks, state_BGJNP
+):
+    """(corrected values u, states before each chunk, state after the last), chunk by chunk."""
+    factors = delta_factors(sums_BCGJSI, masks)
+    arrays = k_BCGSN, values_BCGJSP, beta_BCGJS1, *factors, inverse_BCGJST
 
     def step(state_BGJNP, chunk):
         k, v, beta, read, left, stays, inverse_B1GJST = (x[:, None] for x in chunk)
@@ -252,3 +266,57 @@ def delta_states(
     state_BGJNP, outputs = lax.scan(step, state_BGJNP, chunks)
     values_BCGJSP, states_BCGJNP = (jnp.moveaxis(x, 0, 1) for x in outputs)
     return values_BCGJSP, states_BCGJNP, state_BGJNP
+
+
+def parallel_states(
+    k_BCGSN, values_BCGJSP, beta_BCGJS1, sums_BCGJSI, inverse_BCGJST, masks: Masks, state_BGJNP
+):
+    """`delta_states` in few kernels, with more FLOPs: the `Maps` of all chunks at once."""
+    read_BCGJSI, left_BCGJSI, stays_BCGJI = delta_factors(sums_BCGJSI, masks)
+    keys_BCGJSN = k_BCGSN[:, :, :, None] * (beta_BCGJS1 * read_BCGJSI)
+    keys_BCGJSN = jnp.einsum("BCGJST,BCGJTN->BCGJSN", inverse_BCGJST, keys_BCGJSN)
+    values_BCGJSP = beta_BCGJS1 * values_BCGJSP
+    values_BCGJSP = jnp.einsum("BCGJST,BCGJTP->BCGJSP", inverse_BCGJST, values_BCGJSP)
+    erased_BCGJNN = outer(k_BCGSN, left_BCGJSI, keys_BCGJSN)
+    added_BCGJNP = outer(k_BCGSN, left_BCGJSI, values_BCGJSP)
+    maps = Maps(stays_BCGJI[..., None], erased_BCGJNN, added_BCGJNP)
+    states_BEGJNP = composed_states(maps, state_BGJNP)
+    states_BCGJNP = states_BEGJNP[:, :-1]
+    values_BCGJSP -= jnp.einsum("BCGJSN,BCGJNP->BCGJSP", keys_BCGJSN, states_BCGJNP)
+    return values_BCGJSP, states_BCGJNP, states_BEGJNP[:, -1]
+
+
+class Maps(typing.NamedTuple):
+    """Of chunks: H' = stays H - erased H + added, from the state before to that after. What stays
+    is apart, as products on GPUs round their inputs."""
+
+    stays_BCGJI1: jax.Array
+    erased_BCGJNN: jax.Array
+    added_BCGJNP: jax.Array
+
+    def __call__(self, state: jax.Array) -> jax.Array:
+        stays, erased, added = self
+        return stays * state + (added - erased @ state)
+
+    def after(self, first: "Maps") -> "Maps":
+        """The maps of pairs of chunks, `first` and then these."""
+        stays, erased, _ = self
+        columns = jnp.swapaxes(first.stays_BCGJI1, -1, -2)
+        both = stays * first.erased_BCGJNN + (erased * columns - erased @ first.erased_BCGJNN)
+        return Maps(stays * first.stays_BCGJI1, both, self(first.added_BCGJNP))
+
+
+def composed_states(maps: Maps, state_BGJNP) -> jax.Array:
+    """[B, C + 1, G, J, N, P]: the states before each chunk and after the last. Pairs of chunks are
+    composed until few are left."""
+    count = maps.added_BCGJNP.shape[1]
+    if count <= FEW or count % 2:
+        states = [state_BGJNP]
+        for c in range(count):
+            states.append(Maps._make(x[:, c] for x in maps)(states[-1]))
+        return jnp.stack(states, axis=1)
+    first, second = (Maps._make(x[:, i::2] for x in maps) for i in range(2))
+    states = composed_states(second.after(first), state_BGJNP)
+    pairs = jnp.stack((states[:, :-1], first(states[:, :-1])), axis=2)
+    pairs = pairs.reshape(len(pairs), count, *pairs.shape[3:])
+    return jnp.concatenate((pairs, states[:, -1:]), axis=1)

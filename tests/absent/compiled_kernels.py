@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from maxmeg.kernels.attention import TUNED_SHAPES
+from maxmeg.planning import hlo
 from maxmeg.runtime.gpu_environment import absent_environment
 
 REPOSITORY = Path(__file__).parents[2]
@@ -18,6 +19,10 @@ MIB = 2**20
 SHORTER = {f"{model}-{length}k" for model in ("gpt", "llama", "mha") for length in (2, 4, 8)}
 SIMILAR = {"llama-16k", "llama4-16k-chunks", "phi3-4k"}
 ATTENTION_SHAPES = [name for name in TUNED_SHAPES if name not in SHORTER | SIMILAR]
+
+CONTROL = {"while", "call", "conditional", "async-start"}  # what they call runs by itself
+NO_KERNEL = CONTROL | {"async-done", "async-update", "bitcast", "constant", "copy-done"}
+NO_KERNEL |= {"get-tuple-element", "parameter", "tuple"}
 
 # What programs for `output_of` begin with, after GPU = "..."; their first argument is the folder of
 # the reports.
@@ -99,3 +104,15 @@ def kernels_in(folder: Path) -> list[Kernel]:
             )
         )
     return actual
+
+
+def num_launches(text: str) -> int:
+    """Kernels that a compiled program starts, each trip of its loops counted."""
+    program, fused, total = hlo.parse(text), set(), 0
+    for _, instruction, _ in program.instructions():
+        if instruction.opcode not in CONTROL:
+            fused.update(hlo.callees(instruction))
+    for name, instruction, runs in program.instructions():
+        is_kernel = name not in fused and instruction.opcode not in NO_KERNEL
+        total += runs * (is_kernel and "AllocateBuffer" not in instruction.attributes)
+    return total

@@ -14,7 +14,7 @@ from maxmeg.config.schema import Config
 from maxmeg.ops import block_matmul, choices, chunk_scan
 from maxmeg.ops.attention import call as attention
 from maxmeg.ops.attention.spec import Operands, ScoreSpec
-from maxmeg.ops.backend import SETTINGS, Device
+from maxmeg.ops.backend import SETTINGS, Device, choose
 from maxmeg.ops.decode_attention import call as decode_attention
 from maxmeg.ops.experts import grouped_matmul
 
@@ -52,6 +52,19 @@ def test_a_choice_is_followed_on_its_gpu_alone(file: Path):
     file.write_text(json.dumps({"9.0": {"attention": ["mosaic", "xla"]}}))
     assert automatic(HOPPER) == "mosaic"
     assert automatic(AMPERE) == "cudnn" and automatic(CPU) == "xla"
+
+
+@pytest.mark.parametrize(("rows", "chosen"), [(1, "xla"), (8, "mosaic")])
+def test_auto_takes_no_scan_whose_programs_leave_a_gpu_idle(file: Path, rows: int, chosen: str):
+    """16 heads a row, as of Nemotron-H on 8 devices along tensor. Named, it is taken."""
+    file.write_text(json.dumps({"9.0": {"chunk_scan": ["mosaic"]}}))
+    call = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    keys, values = call((rows, 256, 1, 128)), call((rows, 256, 16, 64))
+    states = call((rows, 16, 128, 64))
+    inputs = chunk_scan.Inputs(keys, keys, values, call((rows, 256, 16, 1)), None, states)
+    pick = functools.partial(choose, "chunk_scan", chunk_scan.BACKENDS, chunk_scan.ORDER)
+    assert pick("auto", (inputs,), HOPPER)[0] == chosen
+    assert pick("mosaic", (inputs,), HOPPER)[0] == "mosaic"
 
 
 def test_a_measured_backend_that_cannot_run_a_call_is_passed_over(file: Path):

@@ -48,6 +48,21 @@ def test_values_and_gradients_are_those_of_the_recurrence(case: Case, monkeypatc
     assert all(e <= TOLERANCE["float32"] for e in errors.values()), errors
 
 
+@pytest.mark.parametrize(
+    ("case", "tile"),  # tile: heads, chunks
+    [
+        (Case("delta", length=47, chunk=2), (4, 24)),
+        (Case("kda", length=52, chunk=2), (2, 10)),
+    ],
+)
+def test_on_gpus_the_chunks_of_the_delta_rule_run_at_once(case: Case, tile, monkeypatch):
+    """Chunks composed 3 times and once, an odd number of them, and several tiles."""
+    plan = module.Plan(case.chunk, *tile, case.heads // case.groups, in_parallel=True)
+    monkeypatch.setattr(module, "plan_of", lambda *_, **__: plan)
+    errors = results(case)[1]
+    assert all(e <= TOLERANCE["float32"] for e in errors.values()), errors
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mamba", "delta", "kda", "channels"])
 def test_strong_decays_overflow_nowhere(kind):
