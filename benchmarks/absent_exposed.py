@@ -333,7 +333,7 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="a row of Markdown for each case")
     parser.add_argument("--cases", default=",".join(CASES), help="of the table")
     parser.add_argument("--checkout", default="", help="folder whose package compiles the table")
-    parser.add_argument("--hlo", default="", help="folder for the compiled texts of the table")
+    parser.add_argument("--hlo", default="", help="folder for the compiled texts")
     given = parser.parse_args()
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {given.flags}".strip()
     if given.table:
@@ -349,7 +349,7 @@ def main() -> None:
     sizes = 1, microbatches, given.length
     case = Case(name, given.gpus, axes, *sizes, given.recompute, layers)
     title = f"{given.model} on {given.gpus}, {axes}, {given.recompute}"
-    print_step(read(case, "step", given.checkout), title, given.top)
+    print_step(read(case, "step", given.checkout, given.hlo), title, given.top)
 
 
 if __name__ == "__main__":

@@ -91,7 +91,8 @@ def after(tree, before):
 
     XLA's CPU runtime starts collectives that do not depend on each other at once and confuses those
     of one kind over the same devices, also with its sequential scheduler: without this the steps of
-    `benchmarks/same_numbers.py exchange` have wrong losses.
+    `benchmarks/same_numbers.py exchange` have wrong losses. A loop is no barrier: a tick reads its
+    rows after the tick before it, and the head its weights after the layers.
     """
     if not present(MESH_AXES):
         return tree

@@ -128,6 +128,7 @@ class Executor:
     def tick(self, lanes: tuple[str, ...], always: bool, ends: tuple, carry: Carry, rows: dict):
         """One tick of a run with these active lanes. always: the head has work at every tick.
         ends: whether the run begins with the first tick, and ends with the last."""
+        rows = ordering.after(rows, carry._replace(groups=[]))
         y, dx, loss_dy, head_inputs, d_inputs, d_output = None, None, carry.loss_dy, [], [], None
         all_loop = all(group.looped for group in self.groups)
         if self.alone and (ends == (False, True) or not (self.has_cuts or all_loop)):
@@ -291,7 +292,7 @@ class Executor:
     def head(self, carry: Carry, y, head_inputs: list, number: jax.Array, always: bool) -> tuple:
         """(gradients of the last stage's output, of `head_inputs` and, without a pipeline, of the
         whole output weight, None without backward; carry with the head's sums)."""
-        outer, trained = self.program.outer, self.table.backward is not None
+        outer, trained = ordering.after(self.program.outer, y), self.table.backward is not None
 
         def compute(total):
             microbatch = self.microbatch(number)

@@ -136,8 +136,8 @@ def read_ring(ring: list, number: jax.Array, slot: jax.Array | int) -> Arrays:
 
 def combine_at(total, values, place: jax.Array | int):
     """`total` with `values` combined into it at index `place` of dimension 0."""
+    rows = jax.tree.map(lambda buffer: lax.dynamic_slice_in_dim(buffer, place, 1), total)
+    rows = combine(rows, jax.tree.map(lambda value: value[None], values))
     return jax.tree.map(
-        lambda buffer, row: lax.dynamic_update_slice_in_dim(buffer, row[None], place, axis=0),
-        total,
-        combine(read(total, place), values),
+        lambda buffer, row: lax.dynamic_update_slice_in_dim(buffer, row, place, axis=0), total, rows
     )

@@ -59,6 +59,7 @@ MODELS = {
     "convolutions": CONVOLUTIONS,
     "hybrid": HYBRID,
     "shared keys": SHARED_KEYS | {"vocab_size": 64},
+    "experts": {"layers": "*(attention,moe)", "moe.num_experts": 8},
 }
 ORDERS = {
     "1f1b": {},
@@ -98,6 +99,7 @@ SLOW = [  # model, layout, settings, rows of a microbatch
     ("llama", ZERO1 | {"chunks": 2} | ORDERS["together"], {"recompute": "full"}, 1),
     ("llama", {"fsdp": 2} | ORDERS["together"], {"scan_layers": False}, BATCH // 4),
     ("convolutions", UNITS | ORDERS["zero_bubble"] | ORDERS["together"], {}, 2),
+    ("experts", {"fsdp": 2, "expert": 4} | ORDERS["together"], {}, 1),
     (
         "everything",
         {"pipe": 4, "fsdp": 1, "chunks": 2, "pad_layers": True} | ORDERS["together"],
@@ -128,16 +130,6 @@ def test_schedule_equals_one_device(model, parallel, settings, micro):
     found = run(model, parallel, settings, micro)
     layers = {name: n for name, n in settings.items() if name == "num_layers"}
     assert_equal_but_rounding(found, one_device(model, **layers), TOLERANCE, FLOOR)
-
-
-def test_lanes_of_experts_run_together_on_gpus_alone():
-    layers = {"layers": "*(attention,moe)", "moe.num_experts": 4}
-    with pytest.raises(ValueError, match=r"expert > 1 needs GPUs.*lanes=apart"):
-        run_layout(layers, {"fsdp": 2, "expert": 4} | ORDERS["together"])
-
-
-def run_layout(fields: dict, parallel: dict):
-    return model_gradients(tiny(fields, {"micro_batch_size": 1}, **parallel))
 
 
 def toy_unit(weight, x_B, given, prevent_cse):
