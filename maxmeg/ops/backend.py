@@ -5,12 +5,14 @@ device)`, which returns why it cannot run a call, or "" if it can. If it has `le
 which returns why others are better, "auto" follows it.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import importlib
 import importlib.util
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -41,6 +43,20 @@ class Device:
         return self.platform in ("cuda", "gpu")
 
 
+_chosen: contextvars.ContextVar[set | None] = contextvars.ContextVar("chosen", default=None)
+
+
+@contextlib.contextmanager
+def chosen_backends() -> Iterator[set[tuple[str, str]]]:
+    """(op, backend) of every choice inside, such as while a program is traced."""
+    chosen: set[tuple[str, str]] = set()
+    token = _chosen.set(chosen)
+    try:
+        yield chosen
+    finally:
+        _chosen.reset(token)
+
+
 def pick(
     op: str, backends: Mapping[str, Any], order: Sequence[str], named: str, call: tuple
 ) -> str:
@@ -65,9 +81,21 @@ def choose(
     then of `order`. Its arrays may be shapes; nothing runs. ValueError, with the reasons, if the
     named backend or all that "auto" tries cannot run the call.
     """
+    name, reason = named, ""
     if named == "auto":
         measured = measured_order(op, backends, order, device.capability)
-        return first(op, backends, measured, call, device)
+        name, reason = first(op, backends, measured, call, device)
+    else:
+        check_named(op, backends, named, call, device)
+    if (chosen := _chosen.get()) is not None:
+        chosen.add((op, name))
+    return name, reason
+
+
+def check_named(
+    op: str, backends: Mapping[str, Any], named: str, call: tuple, device: Device
+) -> None:
+    """ValueError, with the reason, if the backend cannot run the call."""
     if named not in backends:
         raise ValueError(f"{op} backend {named!r} is none of auto, {', '.join(backends)}")
     if device.is_cuda and (problem := wrong_here(op).get(named)):
@@ -79,7 +107,6 @@ def choose(
         others = " or ".join(name for name in backends if name != named)
         place = f" for {SETTINGS[op]}" if op in SETTINGS else ""
         raise ValueError(f"{op} backend {named} cannot run: {reason}; use auto or {others}{place}")
-    return named, ""
 
 
 def first(

@@ -18,9 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxmeg.checkpoint.processes import Processes
 from maxmeg.ops import choices
 from maxmeg.ops.attention import call as attention_call
 from maxmeg.ops.attention.spec import Operands, ScoreSpec
+from maxmeg.ops.backend import SETTINGS
 from maxmeg.ops.block_matmul import BACKENDS as BLOCK_BACKENDS
 from maxmeg.ops.chunk_scan import BACKENDS as SCAN_BACKENDS
 from maxmeg.ops.chunk_scan import ScanSpec, chunk_scan
@@ -32,6 +34,9 @@ from maxmeg.ops.quantized import BLOCK, Recipe, matmul
 TOLERANCE = 2e-2  # of the norm, of bfloat16 inputs and float32 sums
 ROUNDS = 3  # that are timed, after one that is not
 XLA = "xla"
+PLAIN = (XLA, "tiled")  # backends without kernels of their own
+# A process that compiles for itself must not wait for the tuning of others.
+ALONE = {"xla_gpu_shard_autotuning": False}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,6 +207,40 @@ def cases(scale: int) -> Iterator[Case]:
         yield from kind(scale)
 
 
+def check_chosen(chosen: Collection[tuple[str, str]]) -> None:
+    """Run the kernels that a program is about to use on small cases, unless `maxmeg doctor
+    --kernels` found them right here. ValueError, on all processes, if one is wrong on any.
+
+    chosen: (op, backend), the same on all processes.
+    """
+    kernels = sorted(pair for pair in chosen if pair[1] not in PLAIN)
+    if kernels:
+        processes = Processes("kernels")
+        processes.together("checked", functools.partial(require_right, kernels), ValueError)
+
+
+def require_right(kernels: Sequence[tuple[str, str]]) -> None:
+    """ValueError if one of (op, backend) is wrong in the first case of its op that it can run."""
+    right = choices.local_results(choices.LOCAL).get("order", {})
+    scale = 32 if jax.default_backend() == "gpu" else 1
+    for op, backend in kernels:
+        if backend in right.get(op, ()):
+            continue
+        outcomes = (
+            check
+            for case in cases(scale)
+            if case.op == op
+            for check in checks(dataclasses.replace(case, backends=(backend,)))
+        )
+        check = next((each for each in outcomes if not each.refused), None)
+        if check and check.problem:
+            raise ValueError(
+                f"{op} backend {backend} is wrong on {choices.this_device()['device']} "
+                f"({check.words}: {check.problem}, more than {TOLERANCE}): set "
+                f"{SETTINGS.get(op, op)}=xla; maxmeg doctor --kernels checks all backends"
+            )
+
+
 def checks(case: Case, announce: Callable[[Check], None] = lambda check: None) -> Iterator[Check]:
     """A check of each backend of the case. announce: gets it before the backend runs, so that what
     ends the process is known."""
@@ -209,11 +248,12 @@ def checks(case: Case, announce: Callable[[Check], None] = lambda check: None) -
     arrays = case.arrays(key)
     exact = arrays if case.is_rounded else [array.astype(jnp.float32) for array in arrays]
     with jax.default_matmul_precision("highest"):
-        reference = jax.jit(functools.partial(gradients, case, XLA))(slope_key, *exact)
+        jit = functools.partial(jax.jit, compiler_options=ALONE)
+        reference = jit(functools.partial(gradients, case, XLA))(slope_key, *exact)
     for backend in case.backends:
         check = Check(case.op, case.words, backend)
         announce(check)
-        run = jax.jit(functools.partial(gradients, case, backend))
+        run = jit(functools.partial(gradients, case, backend))
         yield compared(check, functools.partial(run, slope_key, *arrays), reference)
 
 

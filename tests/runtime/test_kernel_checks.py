@@ -1,7 +1,9 @@
 """The check of every backend on this device, and what "auto" makes of its results."""
 
+import contextlib
 import dataclasses
 import json
+import types
 from pathlib import Path
 
 import jax
@@ -12,8 +14,18 @@ from maxmeg import doctor
 from maxmeg.ops import choices
 from maxmeg.ops.attention.call import BACKENDS, choice
 from maxmeg.ops.attention.spec import Operands, ScoreSpec
-from maxmeg.ops.backend import Device
-from maxmeg.runtime.kernel_checks import Case, cases, checks, line, results, write
+from maxmeg.ops.backend import Device, pick
+from maxmeg.runtime import kernel_checks
+from maxmeg.runtime.kernel_checks import (
+    Case,
+    cases,
+    check_chosen,
+    checks,
+    line,
+    results,
+    write,
+)
+from maxmeg.runtime.metrics.memory import CompiledStep
 
 HOPPER = Device("cuda", (9, 0))
 CALL = (*[jax.ShapeDtypeStruct((1, 1024, 2, 64), jnp.bfloat16)] * 3, ScoreSpec(), Operands())
@@ -46,6 +58,8 @@ def twice(backend: str, x):
     """Right in xla; wrong by a factor, in the gradient, by NaN and by an error elsewhere."""
     if backend == "broken":
         raise RuntimeError("no such instruction\nat line 7")
+    if backend == "refused":
+        raise ValueError("attention backend refused cannot run: 8 rows")
     y = 2 * x
     if backend == "gradient":
         y = 3 * x - jax.lax.stop_gradient(x)
@@ -55,9 +69,12 @@ def twice(backend: str, x):
 FOUND = ("xla", "factor", "gradient", "nan", "broken")
 
 
-def fake(op: str = "attention") -> list:
-    case = Case(op, "x", FOUND, lambda key: (jax.random.normal(key, (8, 8), jnp.bfloat16),), twice)
-    return list(checks(case))
+def fake_case(op: str = "attention", run=twice) -> Case:
+    return Case(op, "x", FOUND, lambda key: (jax.random.normal(key, (8, 8), jnp.bfloat16),), run)
+
+
+def fake() -> list:
+    return list(checks(fake_case()))
 
 
 def test_wrong_results_gradients_and_errors_are_found():
@@ -108,6 +125,52 @@ def test_results_of_another_gpu_or_jax_are_ignored_and_said(local: Path, caplog,
     choices.local_results.cache_clear()
     assert choices.local_results(path) == {}
     assert "is ignored: maxmeg doctor --kernels writes it" in caplog.text
+
+
+def refuse(backend: str, x):
+    return twice("refused" if backend == "gradient" else backend, x)
+
+
+@pytest.fixture
+def small(monkeypatch) -> None:
+    """Cases of another op, of one that a kernel refuses, and of one that it runs."""
+    few = [fake_case("other"), fake_case(run=refuse), fake_case()]
+    monkeypatch.setattr(kernel_checks, "cases", lambda scale: few)
+
+
+@pytest.mark.parametrize(
+    ("backend", "words"),
+    [
+        ("xla", ""),
+        ("right", ""),
+        (
+            "gradient",
+            r"^attention backend gradient is wrong on cpu \(x: differs from the reference "
+            r"by 0.5, more than 0.02\): set model.attention.backend=xla",
+        ),
+        ("broken", "no such instruction"),
+    ],
+)
+def test_a_step_with_a_wrong_kernel_is_neither_compiled_nor_run(small, backend, words):
+    compiled, names = [], (*FOUND, "right")
+    backends = dict.fromkeys(names, types.SimpleNamespace(refuses=lambda device: ""))
+
+    def train(state, batch, controls):
+        assert pick("attention", backends, ("xla",), backend, ()) == backend
+        return state
+
+    step = CompiledStep(jax.jit(train), compiled.append)
+    with pytest.raises(ValueError, match=words) if words else contextlib.nullcontext():
+        step(0, {}, {})
+    assert len(compiled) == (not words)
+
+
+def test_what_the_doctor_found_right_is_not_checked_at_the_start(small, local: Path):
+    with pytest.raises(ValueError, match="attention backend nan is wrong"):
+        check_chosen({("attention", "nan")})
+    write([dataclasses.replace(fake()[0], backend="nan")])
+    choices.local_results.cache_clear()
+    check_chosen({("attention", "nan"), ("attention", "xla")})
 
 
 def test_doctor_prints_every_check_and_fails_if_one_is_wrong(capsys, monkeypatch, tmp_path):

@@ -4,8 +4,10 @@ from collections.abc import Callable, Sequence
 
 import jax
 
+from maxmeg.ops.backend import chosen_backends
 from maxmeg.parallel.batch import Batch
 from maxmeg.processes import multihost
+from maxmeg.runtime.kernel_checks import check_chosen
 from maxmeg.runtime.metrics.hooks import Hook, Metrics
 from maxmeg.runtime.metrics.progress import memory_size
 from maxmeg.runtime.screen import say
@@ -14,7 +16,8 @@ GIB = 2**30
 
 
 class CompiledStep:
-    """A jitted step that compiles before its first call with a batch of new shapes.
+    """A jitted step that compiles before its first call with a batch of new shapes, once its
+    kernels have been found right on a small case.
 
     Calls `report` with each compiled step. It compiles once per shape: the call finds the
     executable in JAX's cache. In a run of several processes, all wait until all have compiled.
@@ -34,7 +37,10 @@ class CompiledStep:
         shapes = (structure, *(array.shape for array in arrays))
         if shapes not in self._compiled:
             self._compiled.add(shapes)
-            self._report(self.jitted.lower(state, batch, controls).compile())
+            with chosen_backends() as chosen:
+                lowered = self.jitted.lower(state, batch, controls)
+            check_chosen(chosen)
+            self._report(lowered.compile())
             # Processes that begin to communicate too far apart fail: gloo waits for 30 s.
             multihost.meet(f"compiled/{len(self._compiled)}")
 
