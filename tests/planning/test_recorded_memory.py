@@ -5,6 +5,7 @@ import pytest
 from layouts import of
 
 from maxmeg.config.data import Objective
+from maxmeg.config.mixers import MoeConfig
 from maxmeg.config.model import Position
 from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.retro import retro_layers
@@ -44,12 +45,24 @@ def retro(name: str, gpus: int, samples: int, microbatches: int, context: int = 
     return config
 
 
+def delta(name: str, gpus: int, samples: int, microbatches: int):
+    """12 layers of the architecture's mixers, with MLPs of 4,096 instead of experts."""
+    config, mixers = of(name, gpus, samples, microbatches), "3(kda,mlp) mla"
+    if name.startswith("qwen"):
+        mixers = "3(gated_delta,mlp) attention"
+    config.model.layers, config.model.num_layers = f"*({mixers},mlp)", 12
+    config.model.moe, config.model.mlp.ffn_size = MoeConfig(), 4096
+    return config
+
+
 # (config, (name, GPUs, samples, microbatches, recompute), sizes, GiB in all)
 RECORDED = [
     (of, ("nemotron-h-8b", 16, 1, 1), {"fsdp": 8, "tensor": 2}, 21.80),
-    (of, ("nemotron-h-56b", 64, 1, 2, "selective"), {"fsdp": 32, "tensor": 2}, 60.78),
+    (of, ("nemotron-h-56b", 64, 1, 2, "selective"), {"fsdp": 32, "tensor": 2}, 61.03),
     (of, ("falcon-h1-0.5b", 1, 1, 1), {}, 14.98),
-    (of, ("qwen3-next-80b-a3b", 64, 1, 1, "selective"), {"fsdp": 8, "expert": 8}, 57.43),
+    (of, ("qwen3-next-80b-a3b", 64, 1, 1, "selective"), {"fsdp": 8, "expert": 8}, 57.44),
+    (delta, ("qwen3-next-80b-a3b", 8, 1, 1), {}, 10.91),
+    (delta, ("kimi-linear-48b-a3b", 8, 1, 1), {}, 14.72),
     (of, ("gpt-oss-20b", 32, 1, 1), {"expert": 4}, 42.94),
     (retro, ("retro", 1, 8, 1), {}, 4.92),
     (retro, ("retro", 2, 8, 1), {"context": 2}, 2.91),

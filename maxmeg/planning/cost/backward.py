@@ -8,6 +8,7 @@ bytes of the compute dtype.
 from collections.abc import Sequence
 
 from maxmeg.layers.mixer import Widths
+from maxmeg.ops.chunk_scan import GPU_WORKSPACE
 from maxmeg.planning.cost import context, experts
 from maxmeg.planning.cost.attention import kernels, transposed_stacks
 from maxmeg.planning.cost.loss import FLOAT32
@@ -16,6 +17,9 @@ from maxmeg.planning.cost.workload import Unit, Workload
 STREAMS = 2  # residual streams outside of the unit: output of the stack, gradient of the loss
 APART = 3  # layers of a unit whose gradients exist, if they run one by one
 SCAN_ARRAYS = 3  # float32 arrays of the output of each scan of a unit
+TILE = GPU_WORKSPACE // 2  # bytes of temporaries of a scan's gradients, about
+TILE_ELEMENT = 64  # bytes of them for each element of a scan's output, at most TILE in all
+DECAYS = 2  # float32 arrays of the decays of the delta rule: themselves and their slopes
 
 
 def layer(work: Workload, freed: Sequence[int]) -> int:
@@ -79,9 +83,16 @@ def scans(work: Workload, unit: Unit) -> int:
     of a unit. Of a layer that has run: the gated product and its gradient in float32, until the
     gradient of the norm's weight is made, and in the compute dtype the normalized product and the
     gradient of that. Of the others the gated product, its norm, and what forward stored of gate,
-    values and outputs, which XLA transposes at the start of the unit."""
-    width = sum(one.scanned for one in unit.widths) // work.axes["tensor"]
-    return SCAN_ARRAYS * FLOAT32 * work.tokens * width
+    values and outputs, which XLA transposes at the start of the unit.
+
+    Of the delta rule the decays of all layers and the temporaries of one scan, which for Mamba-2
+    are less than what the others have by then."""
+    tensor, delta = work.axes["tensor"], [w.stored for w in unit.widths if "ssm_beta" in w.stored]
+    width = SCAN_ARRAYS * sum(one.scanned for one in unit.widths)
+    width += DECAYS * sum(stored["ssm_step"] for stored in delta)
+    largest = max((stored["scan_output"] for stored in delta), default=0)
+    tile = min(TILE, TILE_ELEMENT * work.tokens * largest // tensor)
+    return FLOAT32 * work.tokens * width // tensor + tile
 
 
 def scores(work: Workload, unit: Unit) -> int:
