@@ -98,19 +98,19 @@ GROUPS = {"moe.num_groups": 8, "moe.topk_groups": 4}  # tokens are sent by nodes
 GATHERED = {"expert": 8, "expert_exchange": ExpertExchange.gather}
 STAGES = {"pipe": 8, "tensor": 2, "expert": 64, "pad_layers": True}
 COMPILED_GIB = [
-    (SMALL, 8, 1, 8192, {"expert": 8}, {"minimal": 9.40, "full": 6.25}),
-    (SMALL, 8, 1, 8192, WHOLE, {"minimal": 6.02}),
-    (FOUR, 8, 4, 8192, {"expert": 4, "pipe": 2}, {"minimal": 22.07, "full": 12.09}),
-    (MIXTRAL, 64, 1, 4096, {"expert": 8, "fsdp": 8}, {"minimal": 35.88, "full": 8.55}),
-    (SMALL | BLOCKS, 8, 1, 8192, {"expert": 8}, {"minimal": 10.83, "full": 7.69}),
-    (FOUR | BLOCKS, 8, 4, 8192, {"expert": 4, "pipe": 2}, {"minimal": 23.39, "full": 13.46}),
-    (SMALL | PADDED, 8, 1, 8192, WHOLE, {"minimal": 4.55}),
-    (SMALL | PADDED, 8, 1, 8192, {"expert": 4, "tensor": 2}, {"minimal": 4.96}),
-    (SMALL | PADDED, 8, 1, 8192, GATHERED, {"minimal": 7.71, "full": 6.18}),
-    (FOUR | PADDED, 8, 4, 8192, {"expert": 4, "pipe": 2}, {"minimal": 18.39, "full": 11.09}),
-    (DEEPSEEK, 1024, 16, 4096, STAGES, {"full": 24.94}),
-    (DEEPSEEK | GROUPS, 1024, 16, 4096, STAGES | {"expert_tensor": 1}, {"full": 19.75}),
-    (DEEPSEEK, 1024, 16, 4096, STAGES | {"expert_tensor": 1}, {"full": 18.51}),
+    (SMALL, 8, 1, 8192, {"expert": 8}, {"minimal": 9.44, "full": 5.94}),
+    (SMALL, 8, 1, 8192, WHOLE, {"minimal": 5.66}),
+    (FOUR, 8, 4, 8192, {"expert": 4, "pipe": 2}, {"minimal": 20.06, "full": 9.88}),
+    (MIXTRAL, 64, 1, 4096, {"expert": 8, "fsdp": 8}, {"minimal": 35.52, "full": 8.06}),
+    (SMALL | BLOCKS, 8, 1, 8192, {"expert": 8}, {"minimal": 9.34, "full": 6.95}),
+    (FOUR | BLOCKS, 8, 4, 8192, {"expert": 4, "pipe": 2}, {"minimal": 21.45, "full": 10.62}),
+    (SMALL | PADDED, 8, 1, 8192, WHOLE, {"minimal": 4.63}),
+    (SMALL | PADDED, 8, 1, 8192, {"expert": 4, "tensor": 2}, {"minimal": 5.08}),
+    (SMALL | PADDED, 8, 1, 8192, GATHERED, {"minimal": 7.44, "full": 6.07}),
+    (FOUR | PADDED, 8, 4, 8192, {"expert": 4, "pipe": 2}, {"minimal": 16.86, "full": 9.62}),
+    (DEEPSEEK, 1024, 16, 4096, STAGES, {"full": 24.86}),
+    (DEEPSEEK | GROUPS, 1024, 16, 4096, STAGES | {"expert_tensor": 1}, {"full": 18.38}),
+    (DEEPSEEK, 1024, 16, 4096, STAGES | {"expert_tensor": 1}, {"full": 18.14}),
 ]
 
 

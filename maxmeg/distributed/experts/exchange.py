@@ -4,7 +4,7 @@ A round sends a bounded number of rows. Copies that do not fit in it go in the n
 is dropped and memory does not depend on the expert loads. `Blocks` sends equal numbers of rows for
 every expert, `Exchange` equal numbers of rows to every device. The first round is differentiated by
 JAX. Further rounds are rare; they run in a loop that backward recomputes, so that memory stays that
-of one round.
+of one round, and add to the first round's outputs and gradients in place.
 """
 
 import dataclasses
@@ -33,7 +33,6 @@ from maxmeg.ops.experts.dispatch import (
 from maxmeg.ops.quantized import Recipe
 from maxmeg.parallel import collectives
 from maxmeg.parallel.mesh import MESH_AXES
-from maxmeg.parallel.ordering import depending
 from maxmeg.parallel.trainable import fixed, joined, trained
 
 EVERYWHERE = tuple(axis for axis in MESH_AXES if axis != collectives.PIPE_AXIS)
@@ -275,51 +274,59 @@ def run_rounds(
 
     experts(x_RD, sizes_E, weights_R, codes) computes this device's experts.
     """
+    first = functools.partial(exchange.run, 0)
     if exchange.one_suffices:
-        return exchange.run(0, experts, x_TD, weights_TK, plan)
-    y_TD = exchange.run(0, experts, x_TD, weights_TK, plan)
-    rounds = exchange.count_rounds(plan)
-    return further_rounds(exchange, 1, y_TD, experts, x_TD, weights_TK, plan, rounds)
+        return first(experts, x_TD, weights_TK, plan)
+    overflow = plan, exchange.count_rounds(plan)
+    return in_rounds(first, exchange, 1, experts, x_TD, weights_TK, plan, overflow)
 
 
-def _further_rounds(exchange, first: int, y_TD, experts, x_TD, weights_TK, plan, rounds):
-    """y_TD, the output of the rounds before number `first`, and that of the others."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def in_rounds(first, exchange, number: int, experts, x_TD, weights_TK, arguments, overflow):
+    """first(experts, x_TD, weights_TK, arguments) and the output of the rounds of an exchange from
+    `number` on. They run after the first, forward and backward, and add to its results in place.
+
+    overflow: plan of the exchange, and the number of its rounds.
+    """
+    inputs = experts, x_TD, weights_TK
+    return _add_rounds(exchange, number, first(*inputs, arguments), inputs, overflow)
+
+
+def _forward(first, exchange, number: int, experts, x_TD, weights_TK, arguments, overflow):
+    others, inputs = fixed(experts), (experts, x_TD, weights_TK)
+
+    def run(experts, *inputs):
+        return first(joined(experts, others), *inputs, arguments)
+
+    y_TD, pull = jax.vjp(run, trained(experts), x_TD, weights_TK)
+    return _add_rounds(exchange, number, y_TD, inputs, overflow), (pull, inputs, overflow)
+
+
+def _add_rounds(exchange, number: int, y_TD, inputs: tuple, overflow: tuple):
+    plan, rounds = overflow
 
     def body(state):
         number, total_TD = state
-        return number + 1, total_TD + exchange.run(number, experts, x_TD, weights_TK, plan)
+        return number + 1, total_TD + exchange.run(number, *inputs, plan)
 
-    start = (jnp.int32(first), jnp.zeros_like(x_TD))
-    return y_TD + lax.while_loop(lambda state: state[0] < rounds, body, start)[1]
+    return lax.while_loop(lambda state: state[0] < rounds, body, (jnp.int32(number), y_TD))[1]
 
 
-def _further_rounds_backward(exchange, first, operands, slope_TD):
-    """The earlier rounds' backward waits for the loop. Without that XLA computes parts of it before
-    the loop, and their results take memory while the loop runs."""
-    experts, x_TD, weights_TK, plan, rounds = operands
-    variables, others = (trained(experts), x_TD, weights_TK), fixed(experts)
+def _backward(first, exchange, number: int, saved: tuple, slope_TD) -> tuple:
+    pull, (experts, *inputs), (plan, rounds) = saved
+    others = fixed(experts)
 
     def body(state):
         number, total = state
 
-        def run(experts, *rest):
-            return exchange.run(number, joined(experts, others), *rest, plan)
+        def run(experts, *inputs):
+            return exchange.run(number, joined(experts, others), *inputs, plan)
 
-        _, pull = jax.vjp(run, *variables)
+        _, pull = jax.vjp(run, trained(experts), *inputs)
         return number + 1, jax.tree.map(jnp.add, total, pull(slope_TD))
 
-    zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), variables)
-    start = (jnp.int32(first), zeros)
-    total = lax.while_loop(lambda state: state[0] < rounds, body, start)[1]
-    gradients = jax.tree.map(lambda sum, a: sum.astype(a.dtype), total, variables)
-    return depending(slope_TD, gradients[1]), *gradients, None, None
+    start = jnp.int32(number), pull(slope_TD)
+    return *lax.while_loop(lambda state: state[0] < rounds, body, start)[1], None, None
 
 
-further_rounds: Any = jax.custom_vjp(_further_rounds, nondiff_argnums=(0, 1))
-further_rounds.defvjp(
-    lambda exchange, first, y_TD, *operands: (
-        _further_rounds(exchange, first, y_TD, *operands),
-        operands,
-    ),
-    _further_rounds_backward,
-)
+in_rounds.defvjp(_forward, _backward)

@@ -19,7 +19,7 @@ from maxmeg.distributed.experts.exchange import (
     Blocks,
     Exchange,
     Route,
-    further_rounds,
+    in_rounds,
     plan_of,
     run_rounds,
 )
@@ -54,15 +54,18 @@ def exchange_by_node(
     here = local_experts * inside.devices
     node_TK = jnp.where(is_kept_TK, routing.experts_TK // here, inside.nodes)
     places_TN = places_at_nodes(node_TK, inside.nodes)
+    routed = routing.experts_TK, is_kept_TK, places_TN
+
+    def first(experts, x_TD, weights_TK, routed):
+        return once_per_node(nodes, experts, x_TD, Routing(routed[0], weights_TK), *routed[1:])
+
     if nodes.direct is None:
-        return once_per_node(nodes, experts, x_TD, routing, is_kept_TK, places_TN)
-    y_TD = once_per_node(nodes, experts, x_TD, routing, is_kept_TK, places_TN)
+        return first(experts, x_TD, routing.weights_TK, routed)
     place_TK = jnp.take_along_axis(places_TN, jnp.minimum(node_TK, inside.nodes - 1), axis=1)
     left_TK = is_kept_TK & (place_TK >= nodes.rows)
     plan = plan_of(nodes.direct, routing.experts_TK, left_TK, local_experts)
-    rounds = nodes.direct.count_rounds(plan)
-    operands = experts, x_TD, routing.weights_TK, plan, rounds
-    return further_rounds(nodes.direct, 0, y_TD, *operands)
+    overflow = plan, nodes.direct.count_rounds(plan)
+    return in_rounds(first, nodes.direct, 0, experts, x_TD, routing.weights_TK, routed, overflow)
 
 
 def places_at_nodes(node_TK: Int[Array, "T K"], nodes: int) -> Int[Array, "T nodes"]:

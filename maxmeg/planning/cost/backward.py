@@ -201,14 +201,14 @@ def recomputed(widths: Sequence[Widths]) -> int:
 
 def weights(work: Workload, group: int) -> int:
     """Bytes of weights gathered over fsdp, of a layer and the next (full: of the whole unit, which
-    recomputes first), and of their gradients. Without fsdp, of the unit's row of the float32 sums,
-    which XLA reads before it has the gradients that it adds.
+    recomputes first), and of their gradients. Without fsdp and a pipeline, of the unit's row of the
+    float32 sums, which XLA reads before it has the gradients that it adds.
 
-    Gradients are scattered one by one: the largest exists, where parallel.gradient_dtype differs
-    also twice converted (of experts: once). Layers that run
-    `layer_by_layer` make all of theirs before the
-    first is scattered. Those of experts in rounds are among the sums of the rounds. A weight lane
-    makes gradients when no weights are gathered.
+    Gradients are scattered one by one: the largest exists (of experts: those of their matrices),
+    where parallel.gradient_dtype differs also twice converted (of experts: once). Layers that run
+    `layer_by_layer` make all of theirs before the first is scattered. Rounds of experts add to
+    theirs in place (`experts.in_loop_of_rounds`). A weight lane makes gradients when no weights are
+    gathered.
     """
     e, unit = work.itemsize, work.units[group]
     members = [s for s in work.shards if s.parameter.group == group]
@@ -216,8 +216,8 @@ def weights(work: Workload, group: int) -> int:
     layers = min(unit.layers, 2) if work.saved else unit.layers
     gathered = e * sum(s.gathered for s in members) * layers // (unit.layers * units)
     if work.fsdp == 1:
-        added = sum(s.computed for s in members if s.trained) if work.accumulates else 0
-        return 0 if unit.sparse or split_once(work) else FLOAT32 * added // units
+        in_place = unit.sparse or work.pipelined or not work.accumulates
+        return 0 if in_place else FLOAT32 * sum(s.computed for s in members if s.trained) // units
     if experts.in_rounds(work, unit) or split_once(work):
         return gathered
     sizes = [s.gathered // units for s in members if s.trained]
@@ -225,5 +225,7 @@ def weights(work: Workload, group: int) -> int:
     exist = largest = max(sizes, default=0)
     if layer_by_layer(work) and unit.layers > 1:
         exist = sum(sizes) * min(unit.layers, APART) // unit.layers
+    elif unit.sparse:
+        exist = 3 * largest  # up, gate and out
     gradients = e * exist + (1 if unit.sparse else 2) * converted * largest
     return max(gathered, gradients) if work.lanes.deferred else gathered + gradients

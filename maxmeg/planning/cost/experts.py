@@ -9,6 +9,7 @@ import math
 
 import jax
 
+from maxmeg.config.parallel import LaneOrder
 from maxmeg.distributed.experts.exchange import block_rows
 from maxmeg.distributed.experts.nodes import node_rows
 from maxmeg.layers.moe import MoeSpec
@@ -239,24 +240,25 @@ def stored_bytes(work: Workload, unit: Unit) -> int:
 def deferred(work: Workload, unit: Unit) -> int:
     """Bytes that the experts of a unit store for a weight lane: gradients of the last product's
     input, and rows of vectors, e N (F / t + D); full: also up, gate and their inputs, e N
-    (widths / t + D). With further rounds, whose loop is not divided between the lanes, also their
-    float32 gradients of the device's expert matrices."""
+    (widths / t + D). With further rounds, whose loop is not divided between the lanes: gradients of
+    the device's expert matrices."""
     if not unit.sparse:
         return 0
     dispatch = dispatch_of(work)
+    if dispatch.in_rounds:
+        return unit.sparse * work.itemsize * dispatch.matrices
     widths = dispatch.inputs + dispatch.width
     widths += 0 if work.saved else dispatch.columns + dispatch.width
-    rounds = FLOAT32 * dispatch.matrices if dispatch.in_rounds else 0
-    return unit.sparse * (work.itemsize * dispatch.rows * widths + rounds)
+    return unit.sparse * work.itemsize * dispatch.rows * widths
 
 
 def working(work: Workload, unit: Unit) -> int:
     """Bytes while one layer of experts runs backward.
 
     With further rounds `in_loop_of_rounds`, and by nodes rows received from nodes, their gradients,
-    and their float32 sums. Else gradients of the products and their inputs, 2 e N (widths / t), and
-    vectors in expert and device order and their gradients, 3 e N D; under full recomputation
-    e N (widths / t + D) more, and in a pipeline float32 gradients of the expert matrices.
+    and their sums. Else gradients of the products and their inputs, 2 e N (widths / t), and vectors
+    in expert and device order and their gradients, 3 e N D; under full recomputation
+    e N (widths / t + D) more; under fsdp the matrices' gradients, e (matrices).
     """
     if not unit.sparse:
         return 0
@@ -264,24 +266,21 @@ def working(work: Workload, unit: Unit) -> int:
     if dispatch.in_rounds:
         return 4 * dispatch.node_vectors + in_loop_of_rounds(work, dispatch)
     row = (2 + repeats) * dispatch.columns + (3 + repeats) * dispatch.width
-    gradients = FLOAT32 * dispatch.matrices // work.axes["fsdp"] * work.pipelined
-    return work.itemsize * dispatch.rows * row + gradients
+    return work.itemsize * dispatch.rows * row
 
 
 def in_loop_of_rounds(work: Workload, dispatch: Dispatch) -> int:
-    """Bytes while the loop over further rounds runs backward; the first round runs after it.
+    """Bytes while a round of the loop over further rounds runs backward.
 
     Rows: gradients of the columns and of the last product's input, e N (widths / t), and six arrays
-    of rows, e N D each. Batched experts: 2 e N (widths / t) and 3 e N D.
-
-    Matrices: float32 sums of their gradients, 2 e (matrices); without fsdp also the matrices (in 8
-    bits the codes in both layouts, as large) and the new sums. Tokens: float32 sums, 4 T D.
+    of rows, e N D each. Batched experts: 1.75 e N (widths / t) and 3 e N D. Matrices: gradients, to
+    which the rounds add in place, and without fsdp the matrices, cut out of a stack by each lane.
     """
     widths, arrays = dispatch.columns + dispatch.inputs, 3 if dispatch.in_blocks else 6
-    row = (2 if dispatch.in_blocks else 1) * widths + arrays * dispatch.width
-    copies = 2 if work.axes["fsdp"] > 1 else 3 + 2 * work.accumulates
-    size = dispatch.rows * row + copies * dispatch.matrices
-    return work.itemsize * size + FLOAT32 * dispatch.tokens * dispatch.width
+    row = widths * (7 if dispatch.in_blocks else 4) // 4 + arrays * dispatch.width
+    together = work.config.parallel.lanes is LaneOrder.together
+    copies = 1 + (1 + together) * (work.fsdp == 1)
+    return work.itemsize * (dispatch.rows * row + copies * dispatch.matrices)
 
 
 def of_other_layers(work: Workload, unit: Unit) -> int:
@@ -290,8 +289,7 @@ def of_other_layers(work: Workload, unit: Unit) -> int:
     full: what they recomputed: their columns, inputs and rows, e N (widths / t + D); with further
     rounds also the rows' outputs and those received back, e N D each, else matrices gathered over
     fsdp. Otherwise, with further rounds under fsdp without tensor parallelism, where gradients of
-    weights wait: the float32 sums of the rounds, and what the first round's gradients read:
-    e N (widths / t + 2 D).
+    weights wait: those of the matrices, and what they read: e N (widths / t + 2 D).
     """
     if not unit.sparse:
         return 0
@@ -301,7 +299,7 @@ def of_other_layers(work: Workload, unit: Unit) -> int:
         in_loop = dispatch.in_rounds and not (dispatch.in_blocks or work.pipelined)
         if not in_loop or work.axes["fsdp"] == 1 or work.axes["tensor"] > 1:
             return 0
-        return others * (e * dispatch.rows * (widths + 2 * D) + FLOAT32 * dispatch.matrices)
+        return others * e * (dispatch.rows * (widths + 2 * D) + dispatch.matrices)
     elements = dispatch.rows * (widths + (3 if dispatch.in_rounds else 1) * D)
     if work.axes["fsdp"] > 1 and not dispatch.in_rounds:
         elements += dispatch.matrices
