@@ -32,8 +32,9 @@ from maxmeg.ops.chunk_tile import Tile, run_tile
 
 BACKENDS = {"mosaic": chunk_mosaic, "xla": chunk_tile}
 ORDER = ("xla",)  # for "auto": mosaic has not been measured
-WORKSPACE = 12 << 20  # bytes of a tile's temporaries, about: with sums of gradients below 16 MiB
-GPU_WORKSPACE = 1 << 30  # of which compiled programs take a third to a half
+# Bytes of a tile's temporaries, by formula. With sums of gradients they stay below 16 MiB on CPUs;
+# programs compiled for GPUs take a third to two thirds of what the formula says.
+WORKSPACE, GPU_WORKSPACE = 12 << 20, 1 << 30
 MOST_CHUNKS = 64  # of a tile: more would multiply mostly by zeros
 
 

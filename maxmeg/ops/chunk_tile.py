@@ -235,8 +235,8 @@ def states_of(k_BCGSN, values_BCGJSP, sums_BCGJSI, masks: Masks, state_BGJNP) ->
 
 
 def delta_factors(sums_BCGJSI, masks: Masks) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Decays of the delta rule: from the state before a chunk to a token, from a token to the state
-    after the chunk, and from state to state."""
+    """Decays of the delta rule, each in [0, 1]: of the state before a chunk when a token reads it,
+    of what a token adds until the chunk ends, and of the state over the whole chunk."""
     last_BCGJ1I = sums_BCGJSI[..., -1:, :]
     left_BCGJSI = masked(jnp.exp(last_BCGJ1I - sums_BCGJSI), masks.ends_BCGJSI)
     read_BCGJSI = masked(jnp.exp(sums_BCGJSI), masks.sees_BCGJSI)
@@ -287,8 +287,9 @@ def parallel_states(
 
 
 class Maps(typing.NamedTuple):
-    """Of chunks: H' = stays H - erased H + added, from the state before to that after. What stays
-    is apart, as products on GPUs round their inputs."""
+    """For each chunk the map from the state H before it to the state after it:
+    H' = stays * H - erased @ H + added. `stays` is not a part of the matrix `erased`, because
+    products on GPUs round their inputs."""
 
     stays_BCGJI1: jax.Array
     erased_BCGJNN: jax.Array

@@ -117,8 +117,10 @@ def flags_text(settings: Mapping[str, object]) -> str:
 
 
 def train_command(arguments: list[str], options: type, changed: Mapping[str, object]) -> str:
-    """The command that trains with a plan's settings and those that it has changed. arguments: of
-    the plan's command line; options: the dataclass of those that are the plan's own."""
+    """The `maxmeg train` command for the settings of a `maxmeg plan` command line.
+
+    arguments: that command line. options: dataclass of the options that only `plan` has; they are
+    left out. changed: settings that replace those of the command line."""
     names = {field.name for field in dataclasses.fields(options)}
     settings = [a for a in arguments if a.partition("=")[0].removeprefix("--") not in names]
     return f"{shlex.join(['maxmeg', 'train', *settings])} {flags_text(changed)}"

@@ -178,7 +178,7 @@ ROWS = {
     "nothing": ({"messages": [{"role": "user"}, SAID]}, r"messages\[0\] has no content"),
     "silence": ({"messages": [USER, {**SAID, "content": None, "tool_calls": []}]}, "no content"),
     "no assistant": ({"messages": [USER]}, "no message has the role assistant"),
-    "no weight": ({"messages": [USER, {**SAID, "weight": 0}]}, "a weight that is not 0"),
+    "no weight": ({"messages": [USER, {**SAID, "weight": 0}]}, "a weight above 0"),
     "a weight of the user": (
         {"messages": [{**USER, "weight": 0.5}, SAID]},
         r"messages\[0\].weight=0.5: only the assistant's messages have a loss",

@@ -244,7 +244,8 @@ def _encode_text(tokenizer: Tokenizer, turns: Turns) -> Iterator[Encoded]:
         here = np.repeat(np.array([0, weight], np.float32), (len(prompt), len(answer)))
         yield np.append(prompt, answer), here
     if weights.any():
-        yield np.append(ids, end), np.append(weights, np.ones(len(end), np.float32))
+        of_end = np.full(len(end), turns.spans[-1][2], np.float32)
+        yield np.append(ids, end), np.append(weights, of_end)
 
 
 def _encode_after(tokenizer: Tokenizer, text: str) -> np.ndarray:

@@ -98,8 +98,7 @@ def conversation(messages: typing.Any, tools: typing.Any, first: int = 0) -> Row
     weights = [_weight(m, f"messages[{i}]") * (i >= first) for i, m in enumerate(messages)]
     if not any(weights):
         raise BadRow(
-            "no message has the role assistant, and a weight that is not 0: no token would have a "
-            "loss"
+            "no message has the role assistant and a weight above 0: no token would have a loss"
         )
     return {"messages": messages, "tools": tools, "weights": weights, "weight": 1}
 

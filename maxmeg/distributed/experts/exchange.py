@@ -283,10 +283,11 @@ def run_rounds(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def in_rounds(first, exchange, number: int, experts, x_TD, weights_TK, arguments, overflow):
-    """first(experts, x_TD, weights_TK, arguments) and the output of the rounds of an exchange from
-    `number` on. They run after the first, forward and backward, and add to its results in place.
+    """The sum of first(experts, x_TD, weights_TK, arguments), the output of the rounds before
+    `number`, and of the rounds from `number` on, which run after it in forward and in backward and
+    add to its results in place.
 
-    overflow: plan of the exchange, and the number of its rounds.
+    overflow: (plan of the exchange, number of all its rounds).
     """
     inputs = experts, x_TD, weights_TK
     return _add_rounds(exchange, number, first(*inputs, arguments), inputs, overflow)
