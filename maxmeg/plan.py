@@ -19,14 +19,12 @@ import sys
 
 from maxmeg.config.options import Plan as Options
 from maxmeg.config.schema import Config
-from maxmeg.config.setting import get
 from maxmeg.config.validate import resolve
 from maxmeg.data.tokenizers.load import load_tokenizer
 from maxmeg.planning.absent import check_plugins
-from maxmeg.planning.analytic import analyze, attention_words
+from maxmeg.planning.analytic import analyze
+from maxmeg.planning.automatic import choose, settings_on
 from maxmeg.planning.compile import compile_report
-from maxmeg.planning.cost.experts import product_words
-from maxmeg.planning.cost.workload import workload
 from maxmeg.planning.hardware import Cluster, parse_cluster
 from maxmeg.planning.remedies import remedies, train_command
 from maxmeg.planning.search import check_count, search
@@ -82,21 +80,18 @@ def check_options(options: Options) -> None:
 
 def plan_for(config: Config, cluster: Cluster, options: Options) -> Plan:
     """The plan for a cluster, with the layout of the config or, with --search, the best one."""
-    chosen, choices = [config], []
+    chosen, choices, candidates = [config], [], []
     if options.search:
         candidates = search(config, cluster)[:SHOWN]
         chosen = [candidate.config for candidate in candidates]
         choices = [Choice(candidate.settings, candidate.analytic) for candidate in candidates]
     else:
         check_count(config, cluster)
+        choose(config, cluster)
     plan = plan_of(chosen[0], cluster.count)
-    work = workload(chosen[0], cluster.count, cluster.device)
-    plan.settings["attention"] = attention_words(work, cluster)
-    if words := product_words(work):
-        plan.settings["experts' products"] = words
-    if choices:
-        best = choices[0].settings
-        changed = {path: value for path, value in best.items() if value != get(config, path)}
+    plan.settings.update(settings_on(chosen[0], cluster))
+    if options.search:
+        changed = candidates[0].changed(config)
         plan.settings["command"] = train_command(sys.argv[1:], Options, changed)
     analytic, compiled = analyze(chosen[0], cluster), []
     if not analytic.fits:

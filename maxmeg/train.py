@@ -35,6 +35,7 @@ from maxmeg.objectives.objective import Objective
 from maxmeg.optim.schedules import Schedules
 from maxmeg.parallel.batch import Batch
 from maxmeg.parallel.mesh import sizes_of
+from maxmeg.planning.automatic import choose, cluster_here
 from maxmeg.planning.compile import check_step
 from maxmeg.planning.remedies import planned_memory
 from maxmeg.planning.show.text import memory_table
@@ -73,6 +74,7 @@ class Run:
         self.source = source or Corpora(config)
         self.tokenizer = self.source.tokenizer
         resolve(config, self.tokenizer.vocab_size, self.tokenizer.required_size)
+        choose(config, cluster_here())
         check_memory(config)
         self.config = config
         self.base: dict = {}  # identity of the frozen base, set when the state is there

@@ -30,7 +30,7 @@ def test_a_layout_is_planned(capsys, tmp_path: Path):
     lines = out.splitlines()
     assert lines[0] == "175b on 64 x h100"
     assert "96 layers, hidden size 12288, 96 heads, vocabulary 50257" in lines[1]
-    for part in ("pipe 8 x tensor 8", "fits: ", "1F1B: 8 stages, 512 microbatches", "MFU"):
+    for part in ("pipe 8 x tensor 8", "lanes=together (apart: +", "fits: ", "1F1B: 8 stages, 512"):
         assert any(part in line for line in lines), part
     for block in out.split("\n\n"):
         if block.startswith(("parameters", "activations", "communication")):
@@ -45,8 +45,8 @@ def test_a_layout_is_planned(capsys, tmp_path: Path):
     assert report["total"] == sum(report["memory"].values())
     assert report["fits"] and 174e9 < sum(report["parameters"].values()) < 175e9
     assert {"axis", "purpose", "kind", "runs", "volume", "seconds"} == set(report["traffic"][0])
-    assert found["pipeline"]["live_activations"] == [15, 13, 11, 9, 7, 5, 3, 1]
-    assert found["pipeline"]["activation_slots"] == 15
+    assert found["pipeline"]["live_activations"] == [16, 14, 12, 10, 8, 6, 4, 2]
+    assert found["pipeline"]["activation_slots"] == 16
     assert found["pipeline"]["lost"] == dict.fromkeys(found["pipeline"]["lost"], 7.0)
 
 
@@ -147,7 +147,7 @@ def test_flags_of_the_best_layout_give_the_same_plan(capsys, tmp_path: Path, mon
 
 
 def test_flags_that_make_a_plan_fit(capsys, tmp_path: Path):
-    base = ["--hardware=h100x64", *PIPELINE, "--train.micro_batch_size=4"]
+    base = ["--hardware=h100x64", *PIPELINE, "--train.micro_batch_size=4", "--parallel.lanes=apart"]
     run("175b", *base, f"--json={tmp_path}/a", f"--html={tmp_path}/a.html")
     out = capsys.readouterr().out
     before = json.loads((tmp_path / "a").read_text())["analytic"]

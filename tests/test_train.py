@@ -447,6 +447,7 @@ def test_a_run_loads_another_run(corpus, tmp_path, capsys):
     assert f"resumed at step {STEPS}" in out and f"num_steps {STEPS} -> {STEPS + 1}" in out
     assert Checkpointer(tmp_path / "second" / "checkpoints").steps()[-1] == STEPS + 1
     saved = (tmp_path / "second" / "config.yaml").read_text()
+    assert "lanes: apart\n" in saved and "lanes" not in out  # of `auto`, on CPUs
     config.optim.lr = 1.0
     main(config)  # it has no step to make
     out = capsys.readouterr().out

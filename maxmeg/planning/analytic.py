@@ -170,7 +170,7 @@ def lanes_hide(work: Workload, carried: tuple[Traffic, ...]) -> float:
     """Seconds of the layers' communication that products of the other lane hide, where both lanes
     run together: not in the first ticks, before backward begins. HIDDEN_BESIDE of it."""
     lanes, parallel = work.lanes, work.config.parallel
-    if parallel.lanes is LaneOrder.apart or work.microbatches == 1:
+    if parallel.lanes is not LaneOrder.together or work.microbatches == 1:
         return 0.0
     both = max(0, lanes.forward - parallel.pipe * parallel.chunks) / lanes.forward
     return both * sum(entry.seconds * HIDDEN_BESIDE.get(entry.axis, 0.0) for entry in carried)

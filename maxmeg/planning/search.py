@@ -2,22 +2,23 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from maxmeg.config.parallel import ParallelConfig, Schedule
+from maxmeg.config.parallel import LaneOrder, ParallelConfig, Schedule
 from maxmeg.config.recompute import POLICIES
 from maxmeg.config.schema import Config
 from maxmeg.config.setting import declared_problems, with_fields
 from maxmeg.config.validate import axis_sizes, batch_unit, layout_problems, validate
 from maxmeg.ops.backend import Device
-from maxmeg.planning.analytic import analyze_work
+from maxmeg.planning.analytic import HIDDEN_BESIDE, analyze_work
 from maxmeg.planning.cost.memory import device_memory, parameter_memory
-from maxmeg.planning.cost.workload import workload
+from maxmeg.planning.cost.workload import Workload, workload
 from maxmeg.planning.hardware import GIB, GPUS_A_NODE, Cluster, has_whole_nodes
 from maxmeg.planning.report import MARGIN, Analytic
 
 MICRO_BATCHES = (1, 2, 4, 8)
 MOST_CHUNKS = 8
+LEAST_GAIN = 0.01  # share of the time by which a choice that needs more memory must be shorter
 MOST_GPUS = 2**16  # limit of the search for a sufficient number of GPUs
 PLAIN = {"schedule": Schedule.one_f_one_b, "chunks": 1, "pad_layers": False}
 LONG = 32768  # tokens of a sequence from which on the search divides it over context
@@ -31,7 +32,7 @@ DEPENDENT = [
 ]
 MESH = ["pipe", "data", "fsdp", "expert", "expert_tensor", "context", "fsdp_context", "tensor"]
 VARIED = {
-    "parallel": (*MESH, "schedule", "chunks", "pad_layers"),
+    "parallel": (*MESH, "schedule", "lanes", "chunks", "pad_layers"),
     "train": ("micro_batch_size",),
     "model": ("recompute",),
     "optim": ("offload",),
@@ -55,6 +56,11 @@ class Candidate:
                 settings[f"{section}.{name}"] = getattr(value, "value", value)
         return settings
 
+    def changed(self, config: Config) -> dict[str, int | str | bool]:
+        """The settings that differ from those of `config`."""
+        before = Candidate(config, self.analytic).settings
+        return {path: value for path, value in self.settings.items() if value != before[path]}
+
 
 def search(config: Config, cluster: Cluster) -> list[Candidate]:
     """Every valid layout that fits and leaves MARGIN of the memory, the fastest first.
@@ -62,10 +68,10 @@ def search(config: Config, cluster: Cluster) -> list[Candidate]:
     The search covers all sizes of tensor (within a node), context (`context_sizes`), pipe, fsdp,
     data and, with experts, expert whose product is the cluster; experts cut over tensor or not;
     micro_batch_size in MICRO_BATCHES; 1F1B with up to MOST_CHUNKS chunks, and zero bubble.
-    Of the recompute policies it takes the first, from minimal
-    to full, that fits. Where nothing fits, it sets optim.offload. It sets pad_layers if the layers
-    do not divide; all else is as in `config`. ValueError if the config is invalid in every layout,
-    or if nothing fits: by how much, and how many GPUs would be enough.
+    Of the recompute policies it takes the first, from minimal to full, that fits; of the orders of
+    lanes the faster. Where nothing fits, it sets optim.offload. It sets pad_layers if the layers do
+    not divide; all else is as in `config`. ValueError if the config is invalid in every layout, or
+    if nothing fits: by how much, and how many GPUs would be enough.
     """
     sizes = dict.fromkeys(("pipe", "context", "tensor", "fsdp", "data", "expert"), 1)
     dependent = {name: getattr(ParallelConfig(), name) for name in DEPENDENT}
@@ -87,12 +93,36 @@ def fitting(config: Config, cluster: Cluster) -> list[Candidate]:
         work = workload(layout, cluster.count, cluster.device)
         if sum(parameter_memory(work).values()) > usable(cluster):
             continue  # under every policy
-        for policy in POLICIES:
-            tried = work.with_recompute(policy)
-            if sum(device_memory(tried).values()) <= usable(cluster):
-                candidates.append(Candidate(tried.config, analyze_work(tried, cluster)))
-                break
+        orders = (with_least_recomputation(each, cluster) for each in lane_orders(work))
+        if fitting_orders := [candidate for candidate in orders if candidate]:
+            candidates.append(fastest(fitting_orders))
     return candidates
+
+
+def lane_orders(work: Workload) -> list[Workload]:
+    """The work with each order of lanes to compare, apart first: with one that the config names, or
+    where no communication could be hidden, that alone."""
+    if work.config.parallel.lanes is not LaneOrder.auto:
+        return [work]
+    hides = work.microbatches > 1 and any(work.axes[axis] > 1 for axis in HIDDEN_BESIDE)
+    return [work.with_lanes(order) for order in (LaneOrder.apart, LaneOrder.together)[: 1 + hides]]
+
+
+def with_least_recomputation(work: Workload, cluster: Cluster) -> Candidate | None:
+    """The candidate with the first recompute policy that fits; None if none does."""
+    for policy in POLICIES:
+        tried = work.with_recompute(policy)
+        if sum(device_memory(tried).values()) <= usable(cluster):
+            return Candidate(tried.config, analyze_work(tried, cluster))
+    return None
+
+
+def fastest(candidates: Sequence[Candidate]) -> Candidate:
+    """The fastest; the first one, if that saves less than LEAST_GAIN of its time."""
+    first = candidates[0]
+    best = min(candidates, key=lambda candidate: candidate.analytic.step_seconds)
+    limit = (1 - LEAST_GAIN) * first.analytic.step_seconds
+    return best if best.analytic.step_seconds <= limit else first
 
 
 def layouts(

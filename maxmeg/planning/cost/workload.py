@@ -236,6 +236,11 @@ class Workload:
         model = dataclasses.replace(self.config.model, recompute=policy)
         return dataclasses.replace(self, config=dataclasses.replace(self.config, model=model))
 
+    def with_lanes(self, order: LaneOrder) -> "Workload":
+        parallel = dataclasses.replace(self.config.parallel, lanes=order)
+        config = dataclasses.replace(self.config, parallel=parallel)
+        return dataclasses.replace(self, config=config, lanes=lanes(parallel, self.microbatches))
+
 
 @functools.lru_cache(maxsize=64)
 def _units(key: frozenset, tensor: int, settings: frozenset, ratio: float) -> tuple[Unit, ...]:

@@ -13,6 +13,7 @@ from maxmeg.data import run_folder
 from maxmeg.ops.attention.call import warn_of_xla
 from maxmeg.ops.recipes import recipe_of
 from maxmeg.parallel.parameter import info
+from maxmeg.planning.automatic import chosen_words, cluster_here
 from maxmeg.planning.cost.parameters import num_parameters, parameters
 from maxmeg.planning.remedies import planned_kernels, planned_memory
 from maxmeg.runtime.metrics.memory import memory_limit
@@ -36,6 +37,8 @@ def summary(config: Config, axes: Mapping[str, int], state) -> Iterator[tuple[st
     if words := planned_kernels(config, jax.device_count())[0]:
         yield "kernels", words
     yield "mesh", mesh_words(config, axes)
+    if words := chosen_words(config, cluster_here()):
+        yield "layout", words
     yield "batch", batch_words(config, axes)
 
 
