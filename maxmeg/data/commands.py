@@ -21,6 +21,7 @@ from maxmeg.data import image_text_command as _image_text_command
 from maxmeg.data import tokenizer_command as _tokenizer_command
 from maxmeg.data.corpus.checksum import SUFFIX, create_sums
 from maxmeg.data.corpus.indexed import IndexedDataset
+from maxmeg.data.corpus.loss_weights import written_files
 from maxmeg.data.corpus.storage import is_remote
 from maxmeg.data.inspect.composition import composition_text, uses_of
 from maxmeg.data.inspect.contents import inspect, inspection_text
@@ -105,7 +106,7 @@ def run_merge(arguments: Sequence[str]) -> int:
     print(
         f"merged {report.datasets:,} datasets ({report.verified:,} verified by checksums): "
         f"{report.documents:,} documents, {report.tokens:,} tokens\n"
-        f"wrote {flags.output}.bin and .idx"
+        f"{written_files(flags.output)}"
     )
     return 0
 

@@ -3,9 +3,10 @@
 import dataclasses
 from collections.abc import Sequence
 
-from maxmeg.config.data import DataConfig
+from maxmeg.config.data import DataConfig, Objective
 from maxmeg.data.corpus import remote
 from maxmeg.data.corpus.indexed import IndexedDataset
+from maxmeg.data.corpus.loss_weights import SUFFIX
 from maxmeg.data.samples.dataset import SPLITS, Record
 from maxmeg.data.samples.sampling import split_range
 from maxmeg.data.tokenizers.tokenizer import Tokenizer
@@ -54,9 +55,17 @@ class Opening:
         return SPLITS[self.index]
 
     def corpus(self, name: str, has_ids: bool = True) -> IndexedDataset:
-        """Open a corpus. has_ids: all of its sequences are token ids, which are checked."""
-        num_ids = self.num_ids if has_ids else None
-        return remote.open_dataset(name, self.config, self.cache_dir, num_ids)
+        """Open a corpus. has_ids: all of its sequences are token ids, which are checked. ValueError
+        for one with weights of documents, if the objective does not read them."""
+        num_ids, objective = self.num_ids if has_ids else None, self.config.objective
+        corpus = remote.open_dataset(name, self.config, self.cache_dir, num_ids)
+        if corpus.weights is not None and objective not in (Objective.gpt, Objective.seq2seq):
+            raise ValueError(
+                f"data.objective={objective.value} does not read the weights of documents in "
+                f"{name}{SUFFIX}, only gpt and seq2seq do: delete this file, which gives all "
+                "documents weight 1"
+            )
+        return corpus
 
     def range(self, size: int) -> tuple[int, int]:
         """Which of `size` documents, sequences or rows the split has, [begin, end)."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from maxmeg.config.help import paragraphs
+from maxmeg.data.corpus.loss_weights import written_files
 from maxmeg.data.prepare.encoding import Options, Report
 from maxmeg.data.prepare.run import PART_BYTES, Share, prepare
 from maxmeg.runtime.slurm import array_task
@@ -183,5 +184,5 @@ def _summarize(report: Report) -> str:
         lines.append(f"{report.bad_lines:,} bad lines left out")
     if report.empty_rows:
         lines.append(f"{report.empty_rows:,} rows with an empty text left out")
-    lines += [f"wrote {prefix}.bin and .idx" for prefix in report.prefixes.values()]
+    lines += map(written_files, report.prefixes.values())
     return "\n".join(lines)

@@ -27,6 +27,7 @@ _NAMES = {
     "negatives": "data.negatives",
     "seed": "seed",
     "packing": "data.packing",
+    "weights": "weights of documents",
     "neighbours": "data.neighbours",
     "num_samples": "train.num_steps, beyond whole epochs of sentences",
 }
@@ -72,7 +73,11 @@ def compare(saved: Sequence[Record], dataset: RecordedDataset, consumed: int) ->
 
     saved: the records of the samples that were read. The run continues with sample `consumed`.
     """
-    if sorted(map(repr, saved)) == sorted(map(repr, dataset.record(consumed))):
+    orders = [
+        sorted(repr({k: v for k, v in record.items() if k != "weights"}) for record in records)
+        for records in (saved, dataset.record(consumed))
+    ]
+    if orders[0] == orders[1]:
         return Difference(0, 0)
     return dataset.compare(saved, consumed)
 
@@ -149,14 +154,20 @@ def warn_of_order(saved: Sequence[Record] | None, dataset: RecordedDataset, cons
     if saved is None:
         return
     difference = compare(saved, dataset, consumed)
-    if not difference.repeated and not difference.left_out:
-        return
     now = record_order(dataset, consumed)
     changed = [
         name
         for key, name in _NAMES.items()
         if {repr(record.get(key)) for record in saved} != {repr(record.get(key)) for record in now}
     ]
+    if not difference.repeated and not difference.left_out:
+        if _NAMES["weights"] in changed:
+            logger.warning(
+                "the weights of documents (PREFIX.weights.npy) are not those that the checkpoint "
+                "was trained with; the run continues with the new ones: to avoid this, put the old "
+                "files back"
+            )
+        return
     about = "up to " if difference.is_bound else "" if difference.is_exact else "about "
     length = getattr(dataset, "sequence_length", 1)
     repeated, left_out = (

@@ -5,7 +5,13 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from maxmeg.data.prepare import documents
-from maxmeg.data.prepare.encoding import DocumentNames, Options, read_documents, texts_of
+from maxmeg.data.prepare.encoding import (
+    DocumentNames,
+    Options,
+    parsed,
+    read_documents,
+    texts_of,
+)
 from maxmeg.data.prepare.pieces import chunks, cut, open_inputs
 from maxmeg.data.prepare.run import SKIP_HINT
 from maxmeg.data.prepare_command import BadLines, Parser, add_input_flags
@@ -72,9 +78,9 @@ class _Texts:
         limit = float("inf") if self._flags.max_mb is None else self._flags.max_mb * 1e6
         everything = cut(self._inputs, 0, sum(file.width for file in self._inputs))
         for chunk in chunks(everything, keys):
-            for place, length, document in read_documents(chunk, keys):
+            for place, length, document in read_documents(chunk):
                 try:
-                    texts = texts_of(chunk.kind, document, options)
+                    texts = texts_of(chunk.kind, parsed(chunk.kind, document), options)
                 except ValueError as error:
                     message = f"{places.name(chunk, place)}: {error}"
                     if not self._flags.skip_bad_lines:

@@ -99,18 +99,3 @@ def test_rows_that_cannot_be_converted_are_named_or_left_out(tmp_path, capsys):
     ):
         assert preprocess.main([*command, *words]) == 2
         assert error in capsys.readouterr().err
-
-
-def test_a_weight_of_a_text_is_said_to_be_ignored(tmp_path, capsys):
-    source = tmp_path / "a.jsonl"
-    for fields, keys, is_said in (
-        ({"weight": 2.5}, ["text"], True),
-        ({}, ["text"], False),
-        ({"weight": "heavy"}, ["text", "weight"], False),
-        ({"weight": 1, "other": "b"}, ["text", "other"], True),
-    ):
-        source.write_text(json.dumps({"text": "a"} | fields))
-        command = [f"--input={source}", f"--output={tmp_path}/c", "--workers=0", "--json_keys"]
-        assert preprocess.main([*command, *keys]) == 0
-        error = capsys.readouterr().err
-        assert (f"{source} line 1 has a weight, which is ignored" in error) == is_said

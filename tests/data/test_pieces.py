@@ -14,19 +14,21 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 
 import maxmeg
 from maxmeg import preprocess
+from maxmeg.data.corpus.indexed import IndexedDataset
 from maxmeg.data.prepare.documents import read_span
 from maxmeg.data.prepare.encoding import Options
 from maxmeg.data.prepare.merge import merge
 from maxmeg.data.prepare.run import Share, prepare
 
 ROOT = Path(maxmeg.__file__).parents[1]
-SUFFIXES = (".bin", ".idx", ".sums")
+SUFFIXES = (".bin", ".idx", ".sums", ".weights.npy")
 KILLS = 3  # seconds of a process each
 
 
@@ -36,8 +38,16 @@ def some_texts(seed: int, count: int, longest: int = 300) -> list[str]:
     return ["".join(source.choices(words, k=source.randrange(longest))) for _ in range(count)]
 
 
+def weight_of(text: str) -> float:
+    return len(text) % 4 / 2
+
+
+def row_of(text: str) -> dict:
+    return {"text": text, "weight": weight_of(text)}
+
+
 def as_lines(texts: list[str]) -> bytes:
-    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    return "".join(json.dumps(row_of(text)) + "\n" for text in texts).encode()
 
 
 @pytest.fixture
@@ -52,11 +62,12 @@ def corpus(tmp_path) -> list[str]:
     (folder / "d.jsonl").write_bytes(b"")
     (folder / "e.jsonl.gz").write_bytes(gzip.compress(as_lines(texts[11:20])))
     (folder / "f.jsonl.gz").write_bytes(gzip.compress(b""))
-    table = pyarrow.table({"other": range(15), "text": texts[20:35]})
+    weights = list(map(weight_of, texts[20:35]))
+    table = pyarrow.table({"weight": weights, "other": range(15), "text": texts[20:35]})
     pyarrow.parquet.write_table(table, folder / "g.parquet", row_group_size=4)
     with pyarrow.ipc.new_stream(folder / "g.arrow", table.schema) as stream:
         stream.write_table(table, max_chunksize=4)
-    array = [{"text": text} for text in texts[:10]]
+    array = list(map(row_of, texts[:10]))
     (folder / "g.json").write_text(json.dumps(array, indent=1))
     (folder / "h.jsonl").write_bytes(as_lines(texts[35:]).rstrip(b"\n"))
     return sorted(map(str, folder.iterdir()))
@@ -64,6 +75,17 @@ def corpus(tmp_path) -> list[str]:
 
 def written(prefix: str) -> list[bytes]:
     return [Path(prefix + suffix).read_bytes() for suffix in SUFFIXES]
+
+
+def assert_weights(prefix: str, unweighted: str) -> None:
+    """Every text that is not empty has the weight of its row."""
+    corpus = IndexedDataset(prefix)
+    assert corpus.weights is not None
+    for weight, (begin, end) in zip(
+        corpus.weights, itertools.pairwise(corpus.document_starts()), strict=True
+    ):
+        text = corpus.tokens[begin : end - 1].astype(np.uint8).tobytes().decode()
+        assert not text or weight == (1 if text == unweighted else weight_of(text))
 
 
 def test_every_line_is_in_one_span(tmp_path):
@@ -93,6 +115,8 @@ def test_partitions_merge_to_what_one_run_writes(tmp_path, corpus, partitions):
     options = Options("bytes", append_eod=True)
     whole = prepare(corpus, str(tmp_path / "whole"), options, 0)
     assert whole.documents == 66  # an empty .txt is a document
+    unweighted = (tmp_path / "in" / "b.txt").read_text()
+    assert_weights(whole.prefixes["text"], unweighted)
     output, counts = str(tmp_path / "out"), []
     for i in range(partitions):
         share = Share(i, partitions, part_bytes=50 if i % 2 else 1 << 20)
@@ -104,6 +128,7 @@ def test_partitions_merge_to_what_one_run_writes(tmp_path, corpus, partitions):
     assert written(str(tmp_path / "merged")) == written(whole.prefixes["text"])
     options = dataclasses.replace(options, shuffle_seed=5)
     shuffled = prepare(corpus, str(tmp_path / "shuffled"), options, 0)
+    assert_weights(shuffled.prefixes["text"], unweighted)
     merge(folder, str(tmp_path / "merged"), shuffle_seed=5)
     assert written(str(tmp_path / "merged")) == written(shuffled.prefixes["text"])
     if partitions > 2:

@@ -38,7 +38,9 @@ def write(store, name: str, seed: int) -> str:
     with IndexedWriter(prefix, 1000) as writer:
         for _ in range(60):
             writer.add_document(source.integers(0, 1000, source.integers(5, 200)))
-    for suffix in (".idx", ".bin", ".sums"):
+    if name == "a":
+        np.save(prefix + ".weights.npy", np.float32(np.arange(60) % 4))
+    for suffix in (".idx", ".bin", ".sums", ".weights.npy")[: 4 if name == "a" else 3]:
         store.files.put(prefix + suffix, f"bucket/{name}{suffix}")
     return prefix
 
@@ -83,6 +85,7 @@ def test_samples_are_those_of_files(store, tmp_path, items, kind):
 
     far, near = of("s3://bucket"), of(store.folder)
     assert_same(far, near)
+    assert {*near.batch(np.arange(20))["loss_mask"].flat} >= {0, 1, 2, 3}
     assert "packing" in kind or (far.reads_ahead and not near.reads_ahead)
     asked = len(store.asked)
     assert_same(of("s3://bucket"), near)

@@ -9,8 +9,9 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from maxmeg.data.corpus.loss_weights import weight_of
+
 SHOWN = 80  # characters of a value in an error
-LEAST_WEIGHT, MOST_WEIGHT = 1e-6, 1e3  # of a row or a message with a loss
 _REASONING = ("reasoning_content", "reasoning")  # two names of one text; templates read either
 _MESSAGE = ("role", "content", "name", "tool_call_id", "tool_calls", *_REASONING)
 _CALL, _CALLED = ("id", "type", "function"), ("name", "arguments")
@@ -46,21 +47,6 @@ def parsed(value: Any, field: str) -> Any:
         return json.loads(value) if value.strip() else None
     except (ValueError, RecursionError):
         raise ValueError(f"{field}={excerpt(value)} is not JSON") from None
-
-
-def weight_of(fields: Mapping[str, Any], name: str = "weight") -> float:
-    """The factor of the loss of a row or a message, which is 1 if its fields hold none; ValueError,
-    with the field's name, for what is not 0 or a number in [LEAST_WEIGHT, MOST_WEIGHT]."""
-    weight = fields.get("weight")
-    if weight is None:
-        return 1
-    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-    if not is_number or not (weight == 0 or LEAST_WEIGHT <= weight <= MOST_WEIGHT):
-        raise ValueError(
-            f"{name}={excerpt(weight)} must be 0, or a number from {LEAST_WEIGHT:g} to "
-            f"{MOST_WEIGHT:g}: only ratios of weights count, so scale all of them"
-        )
-    return weight
 
 
 def excerpt(value: Any) -> str:

@@ -16,9 +16,10 @@ import re
 import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from maxmeg.data.chat.conversation import excerpt, normalized, weight_of
+from maxmeg.data.chat.conversation import excerpt, normalized
 from maxmeg.data.chat.forms import read_conversation
 from maxmeg.data.chat.template import ChatTemplate
+from maxmeg.data.corpus.loss_weights import weight_of
 from maxmeg.data.prepare.documents import Record
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")

@@ -3,7 +3,8 @@
 .idx (little endian): magic (9 bytes), version 1 (u64), dtype code (u8), number of sequences S
 (u64), number of document indices D (u64), lengths (S x i32), byte offsets (S x i64), document
 indices (D x i64, from 0 to S), and in multimodal files the mode of each sequence (S x i8).
-`PREFIX.sums`, if present, holds checksums of both files (`data/corpus/checksum.py`).
+`PREFIX.sums`, if present, holds checksums of both files (`data/corpus/checksum.py`), and
+`PREFIX.weights.npy` the documents' weights in the loss (`data/corpus/loss_weights.py`).
 """
 
 import array
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from maxmeg.config.hints import corpus_command
-from maxmeg.data.corpus import checksum
+from maxmeg.data.corpus import checksum, loss_weights
 from maxmeg.runtime.disk import flush
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -79,9 +80,9 @@ class IndexedDataset:
     `vocab_size` the token ids at some positions; ValueError names the file and the rule. Worker
     processes open the same files again without these checks.
 
-    modes: int8 per sequence of a multimodal file (0 is text), else None. may_be_empty: accept a
-    file without tokens. remote: the files in object storage (`remote.py`), whose tokens are fetched
-    on use.
+    modes: int8 per sequence of a multimodal file (0 is text), else None. weights: float32 per
+    document, or None if all are 1. may_be_empty: accept a file without tokens. remote: the files in
+    object storage (`remote.py`), whose tokens are fetched on use.
     """
 
     tokens: Any  # an array or RemoteTokens
@@ -106,6 +107,8 @@ class IndexedDataset:
         self.lengths = index.lengths
         self.document_indices = index.document_indices
         self.modes = index.modes
+        weights = Path(local + loss_weights.SUFFIX)
+        self.weights = loss_weights.read_weights(weights, self.num_documents, check)
         self._pointers = index.pointers
         tokens = 0
         if len(index.lengths):
@@ -157,6 +160,13 @@ class IndexedDataset:
     def document_of(self, sequence: int) -> int:
         """The document that a sequence belongs to."""
         return int(np.searchsorted(self.document_indices, sequence, side="right")) - 1
+
+    def weights_of(self, sequences: np.ndarray) -> np.ndarray:
+        """The weights in the loss, float32, of the documents that these sequences belong to."""
+        if self.weights is None:
+            return np.ones(len(sequences), np.float32)
+        documents = np.searchsorted(self.document_indices, sequences, side="right") - 1
+        return np.asarray(self.weights[documents])
 
     def document_starts(self) -> np.ndarray:
         """Positions in `tokens` at which documents start, and the end: [num_documents + 1]."""
@@ -299,7 +309,8 @@ def _map_tokens(path: Path, dtype: np.dtype, count: int, may_be_empty: bool) -> 
 
 
 class IndexedWriter:
-    """Writes `PREFIX.bin` and `PREFIX.idx`, byte for byte as Megatron-LM does, and `PREFIX.sums`.
+    """Writes `PREFIX.bin` and `PREFIX.idx`, byte for byte as Megatron-LM does, `PREFIX.sums`, and
+    `PREFIX.weights.npy` if a document has another weight than 1.
 
     A context manager: the files appear when the block ends without an error, .idx last. Until then
     the data is in temporary files beside them, so a writer that is killed leaves no complete pair.
@@ -324,9 +335,10 @@ class IndexedWriter:
         self.num_tokens = 0
         self._lengths = array.array("i")
         self._ends = array.array("q", [0])
+        self._weights = array.array("f")
         self._modes = array.array("b") if multimodal else None
         self._sums = checksum.BlockSums() if checksums else None
-        suffixes = (".bin", ".idx", checksum.SUFFIX)
+        suffixes = (".bin", ".idx", checksum.SUFFIX, loss_weights.SUFFIX)
         self._temporary = {s: f"{self.prefix}{s}.{os.getpid()}.tmp" for s in suffixes}
         with _explain_failure(self.prefix):
             Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
@@ -368,13 +380,21 @@ class IndexedWriter:
 
     def add_dataset(self, dataset: IndexedDataset) -> None:
         """Add all documents of a dataset with the same dtype."""
-        self.add_documents(dataset.tokens, dataset.lengths, dataset.document_indices[1:])
+        ends = dataset.document_indices[1:]
+        self.add_documents(dataset.tokens, dataset.lengths, ends, dataset.weights)
         if self._modes is not None and dataset.modes is not None:
             self._modes.frombytes(dataset.modes.tobytes())
 
-    def add_documents(self, tokens: np.ndarray, lengths: np.ndarray, ends: np.ndarray) -> None:
+    def add_documents(
+        self,
+        tokens: np.ndarray,
+        lengths: np.ndarray,
+        ends: np.ndarray,
+        weights: np.ndarray | None = None,
+    ) -> None:
         """Add documents as arrays: tokens of the writer's dtype, the lengths of their sequences,
-        and the number of sequences up to the end of each document."""
+        the number of sequences up to the end of each document, and their float32 weights (by
+        default 1)."""
         assert tokens.dtype == self.dtype
         data = tokens.data.cast("B") if len(tokens) else memoryview(b"")
         for begin in range(0, len(data), _COPIED):
@@ -383,6 +403,8 @@ class IndexedWriter:
         before = len(self._lengths)
         self._lengths.frombytes(lengths.astype(np.int32, copy=False).tobytes())
         self._ends.frombytes((ends + before).astype(np.int64).tobytes())
+        weights = np.ones(len(ends), np.float32) if weights is None else weights
+        self._weights.frombytes(weights.astype(np.float32, copy=False).tobytes())
 
     def _write(self, data: memoryview) -> None:
         with _explain_failure(self.prefix):
@@ -408,7 +430,13 @@ class IndexedWriter:
                         file.write(checksum.render(sums))
                         _sync_and_close(file)
                     suffixes.insert(1, checksum.SUFFIX)
-                for suffix in (".idx", checksum.SUFFIX):
+                weights = np.frombuffer(self._weights, np.float32)
+                if (weights != 1).any():
+                    with open(self._temporary[loss_weights.SUFFIX], "wb") as file:
+                        np.save(file, weights)
+                        _sync_and_close(file)
+                    suffixes.insert(1, loss_weights.SUFFIX)
+                for suffix in (".idx", checksum.SUFFIX, loss_weights.SUFFIX):
                     Path(self.prefix + suffix).unlink(missing_ok=True)
                 for suffix in suffixes:
                     os.replace(self._temporary[suffix], self.prefix + suffix)

@@ -15,7 +15,8 @@ class MockCorpus(IndexedDataset):
         self._arguments = vocab_size, eod
         random = np.random.default_rng(_SEED)
         self.lengths = random.integers(1, _LONGEST, _DOCUMENTS, dtype=np.int32)
-        self.prefix, self.modes, self.is_remote = "mock data", None, False
+        self.prefix, self.modes, self.weights = "mock data", None, None
+        self.is_remote = False
         self.document_indices = np.arange(_DOCUMENTS + 1)
         ends = np.cumsum(self.lengths, dtype=np.int64)
         self.dtype = np.dtype("<i4")

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from maxmeg.config.data import DataConfig
-from maxmeg.data.corpus import checksum, storage
+from maxmeg.data.corpus import checksum, loss_weights, storage
 from maxmeg.data.corpus.indexed import IndexedDataset
 from maxmeg.data.corpus.stored import atomic_folder, digest, locked_folder
 
@@ -61,8 +61,8 @@ def room_of(config: DataConfig, folder: str) -> Room:
 
 @dataclasses.dataclass(frozen=True)
 class RemoteCorpus:
-    """A corpus in object storage: `local` is the prefix of the copied .idx and .sums; size and
-    stamp identify its .bin."""
+    """A corpus in object storage: `local` is the prefix of the copied .idx, .sums and .weights.npy;
+    size and stamp identify its .bin."""
 
     prefix: str
     local: str
@@ -76,10 +76,9 @@ class RemoteCorpus:
 
 
 def open_remote(prefix: str, room: Room) -> RemoteCorpus:
-    """Find a corpus, and copy its `.idx` and `.sums` once per node."""
-    states = [_state(prefix, suffix) for suffix in (".idx", ".bin")]
-    if _has_sums(prefix):
-        states.append(_state(prefix, checksum.SUFFIX))
+    """Find a corpus, and copy its `.idx`, `.sums` and `.weights.npy` once per node."""
+    optional = (suffix for suffix in (checksum.SUFFIX, loss_weights.SUFFIX) if _has(prefix, suffix))
+    states = [_state(prefix, suffix) for suffix in (".idx", ".bin", *optional)]
     final = Path(room.folder, digest(prefix, states))
     try:
         with locked_folder(final.parent):
@@ -117,11 +116,11 @@ def _state(prefix: str, suffix: str) -> tuple[str, int, str]:
     return suffix, *storage.state(prefix + suffix)
 
 
-def _has_sums(prefix: str) -> bool:
+def _has(prefix: str, suffix: str) -> bool:
     try:
-        return storage.exists(prefix + checksum.SUFFIX)
+        return storage.exists(prefix + suffix)
     except ValueError as error:  # without permission to list, missing objects are "forbidden"
-        logger.info(f"{prefix}.idx is read without checksums: {error}")
+        logger.info(f"{prefix}.idx is read without {suffix}: {error}")
         return False
 
 

@@ -96,6 +96,8 @@ def inspect(
         notes.append(f"no {prefix}{checksum.SUFFIX}: damage to .bin would not be noticed")
     if empty := int((sizes == 0).sum()):
         notes.append(f"{empty:,} of {len(sizes):,} documents are empty")
+    if dataset.weights is not None:
+        notes.append(_weights_note(dataset.weights, sizes))
     if tokenizer is not None:
         notes += _end_notes(dataset, starts, tokenizer)
     modes = None
@@ -122,6 +124,19 @@ def _collect(problems: list[str], check, *arguments) -> None:
         check(*arguments)
     except ValueError as error:
         problems.append(str(error))
+
+
+def _weights_note(weights: np.ndarray, sizes: np.ndarray) -> str:
+    """The documents' weights in the loss, and the share of the tokens with such weights."""
+    kinds = {"0": weights == 0, "less than 1": (weights > 0) & (weights < 1)}
+    kinds |= {"1": weights == 1, "more than 1": weights > 1}
+    total = max(int(sizes.sum()), 1)
+    shares = (f"{100 * sizes[is_it].sum() / total:.3g} % {name}" for name, is_it in kinds.items())
+    return (
+        f"{int((weights != 1).sum()):,} of {len(weights):,} documents have another weight in the "
+        f"loss than 1, from {weights.min():g} to {weights.max():g}; tokens by weight: "
+        + ", ".join(shares)
+    )
 
 
 def _end_notes(dataset: IndexedDataset, starts: np.ndarray, tokenizer: Tokenizer) -> list[str]:

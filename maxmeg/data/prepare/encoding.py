@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from maxmeg.data.corpus.indexed import IndexedWriter, token_dtype
+from maxmeg.data.corpus.loss_weights import FIELD, weight_of
 from maxmeg.data.corpus.vocabulary import write_vocabulary
 from maxmeg.data.prepare import documents, tables
 from maxmeg.data.prepare.documents import ARRAY, LINES, TEXT
@@ -60,12 +61,14 @@ class Chunk:
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """The documents of one key: tokens as they are stored, int32 lengths of the sequences, and
-    the int64 number of sequences up to the end of each document."""
+    """The documents of one key: tokens as they are stored, int32 lengths of the sequences, the
+    int64 number of sequences up to the end of each document, and the float32 weights of the
+    documents (None: all are 1)."""
 
     tokens: np.ndarray
     lengths: np.ndarray
     ends: np.ndarray
+    weights: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +93,7 @@ class _ColumnBuilder:
         self.ids: list[np.ndarray] = []
         self.lengths, self.ends = array.array("i"), array.array("q")
 
-    def finish(self, tokenizer: Tokenizer) -> Column:
+    def finish(self, tokenizer: Tokenizer, weights: array.array) -> Column:
         ids = np.concatenate(self.ids) if self.ids else np.zeros(0, np.int32)
         if ids.size and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
             raise ValueError(
@@ -98,26 +101,30 @@ class _ColumnBuilder:
                 f"{tokenizer.vocab_size} ids: its files do not belong together"
             )
         tokens = ids.astype(token_dtype(tokenizer.vocab_size), copy=False)
-        return Column(tokens, np.array(self.lengths, np.int32), np.array(self.ends, np.int64))
+        lengths, ends = np.array(self.lengths, np.int32), np.array(self.ends, np.int64)
+        return Column(tokens, lengths, ends, np.array(weights, np.float32))
 
 
 def encode_chunk(chunk: Chunk, options: Options, tokenizer: Tokenizer) -> Encoded:
     """Tokenize the documents of a chunk."""
     columns = [_ColumnBuilder() for _ in options.json_keys]
     marks = find_marks(tokenizer, options.placeholders)
-    bad, count, empty, size = [], 0, 0, 0
-    for place, length, document in read_documents(chunk, options.json_keys):
+    bad, weights, empty, size = [], array.array("f"), 0, 0
+    for place, length, document in read_documents(chunk):
         size += length
         try:
-            values = texts_of(chunk.kind, document, options)
+            row = parsed(chunk.kind, document)
+            values = texts_of(chunk.kind, row, options)
             encoded = [_encode(value, tokenizer, marks) for value in values]
+            has_weight = chunk.kind != TEXT and FIELD not in options.json_keys
+            weight = weight_of(row) if has_weight else 1
         except ValueError as error:
             bad.append((place, str(error)))
             continue
         if options.aligned and not all(encoded):
             empty += 1
             continue
-        count += 1
+        weights.append(weight)
         for column, ids in zip(columns, encoded, strict=True):
             column.ids += ids
             column.lengths.extend(map(len, ids))
@@ -125,13 +132,12 @@ def encode_chunk(chunk: Chunk, options: Options, tokenizer: Tokenizer) -> Encode
                 column.ids.append(np.array([tokenizer.eod], np.int32))
                 column.lengths[-1] += 1
             column.ends.append(len(column.lengths))
-    finished = tuple(column.finish(tokenizer) for column in columns)
-    return Encoded(finished, count, tuple(bad), empty, size)
+    finished = tuple(column.finish(tokenizer, weights) for column in columns)
+    return Encoded(finished, len(weights), tuple(bad), empty, size)
 
 
-def read_documents(chunk: Chunk, keys: Sequence[str]) -> Iterator[tuple[int, int, bytes | list]]:
-    """Yield (position, bytes of text, document) of a chunk; the row of a table is a list of its
-    keys' values."""
+def read_documents(chunk: Chunk) -> Iterator[tuple[int, int, bytes | dict[str, Any]]]:
+    """Yield (position, bytes of text, document) of a chunk; that of a table is a row's fields."""
     if chunk.kind in (LINES, ARRAY):
         at, data = chunk.first, chunk.data
         if data is None:
@@ -148,8 +154,8 @@ def read_documents(chunk: Chunk, keys: Sequence[str]) -> Iterator[tuple[int, int
             yield place, len(data), data
     else:
         assert chunk.data is not None
-        for place, values in enumerate(tables.rows(chunk.data, keys), chunk.first):
-            yield place, sum(len(v) for v in values if isinstance(v, str)), values
+        for place, row in enumerate(tables.rows(chunk.data), chunk.first):
+            yield place, sum(len(v) for v in row.values() if isinstance(v, str)), row
 
 
 class DocumentNames:
@@ -179,18 +185,17 @@ class DocumentNames:
         return self._lines + 1
 
 
-def texts_of(kind: str, document: bytes | list, options: Options) -> list[list[str]]:
-    """The texts of each key, each of which becomes a sequence."""
-    keys = options.json_keys
-    if kind == TEXT:
-        assert isinstance(document, bytes)
-        values_of_keys = [documents.decode(document)]
-    elif isinstance(document, bytes):
-        values_of_keys = _values_of_keys(documents.parse_json(document), keys)
-    else:
-        values_of_keys = _values_of_keys(dict(zip(keys, document, strict=True)), keys)
+def parsed(kind: str, document: bytes | dict[str, Any]) -> Any:
+    """The text of a plain text file, or the row of another document."""
+    if not isinstance(document, bytes):
+        return document
+    return documents.decode(document) if kind == TEXT else documents.parse_json(document)
+
+
+def texts_of(kind: str, row: Any, options: Options) -> list[list[str]]:
+    """The texts of each key of a `parsed` document, each of which becomes a sequence."""
     values = []
-    for value in values_of_keys:
+    for value in [row] if kind == TEXT else _values_of_keys(row, options.json_keys):
         parts = value if isinstance(value, list) else [value]
         if options.aligned and len(parts) != 1:
             raise ValueError(f"{len(parts)} texts under one key cannot be aligned: give one")
@@ -290,7 +295,7 @@ def write_all(
             write_vocabulary(prefix, "")
         for chunk in encoded:
             for writer, column in zip(writers, chunk.columns, strict=True):
-                writer.add_documents(column.tokens, column.lengths, column.ends)
+                writer.add_documents(column.tokens, column.lengths, column.ends, column.weights)
             report.documents += chunk.documents
             report.bad_lines += len(chunk.bad)
             report.empty_rows += chunk.empty

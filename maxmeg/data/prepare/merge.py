@@ -39,8 +39,8 @@ def find_prefixes(names: Sequence[str]) -> list[str]:
     for name in names:
         if is_remote(name):
             raise ValueError(
-                f"{name} is in object storage, which runs read (data.paths): copy its .bin, .idx "
-                "and .sums to a folder first"
+                f"{name} is in object storage, which runs read (data.paths): copy its .bin, .idx, "
+                ".sums and .weights.npy to a folder first"
             )
         if not os.path.isdir(name):
             prefixes.append(name.removesuffix(".idx").removesuffix(".bin"))
@@ -104,7 +104,7 @@ def merge(
         else:
             for chunk in shuffled_documents([list(opened)], shuffle_seed):
                 (column,) = chunk.columns
-                writer.add_documents(column.tokens, column.lengths, column.ends)
+                writer.add_documents(column.tokens, column.lengths, column.ends, column.weights)
                 report.documents += chunk.documents
         report.tokens = tokens
     write_vocabulary(output, identity)
@@ -151,14 +151,16 @@ def _column(
     starts: Sequence[np.ndarray],
     chosen: Sequence[tuple[int, int]],
 ) -> Column:
-    tokens, lengths = [], []
+    tokens, lengths, weights = [], [], []
     for which, place in chosen:
         dataset, at = datasets[which], starts[which]
         first, last = dataset.document_indices[place : place + 2]
         tokens.append(dataset.tokens[at[place] : at[place + 1]])
         lengths.append(dataset.lengths[first:last])
+        weights.append(1 if dataset.weights is None else dataset.weights[place])
     ends = np.cumsum([len(part) for part in lengths])
-    return Column(np.concatenate(tokens), np.concatenate(lengths), ends)
+    weights = np.array(weights, np.float32)
+    return Column(np.concatenate(tokens), np.concatenate(lengths), ends, weights)
 
 
 def _check_partitions(prefixes: Sequence[str]) -> None:

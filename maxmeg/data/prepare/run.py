@@ -38,7 +38,6 @@ from maxmeg.data.tokenizers.tokenizer import Tokenizer, find_marks
 
 SKIP_HINT = "--skip_bad_lines skips such lines"
 PART_BYTES = 256 << 20
-_WEIGHED_FILES = 16  # files, the first of all, whose first row is looked at for a weight
 _COUNTS = ("documents", "tokens", "bad_lines", "empty_rows")
 
 
@@ -80,7 +79,6 @@ def prepare(
         raise ValueError(f"workers={workers} is negative: 0 means this process alone")
     opened = open_inputs(documents.find_inputs(inputs), stdin_format)
     _check(opened, options, share)
-    _warn_of_weights(opened, options.json_keys)
     tokenizer = load_tokenizer(options.tokenizer)
     find_marks(tokenizer, options.placeholders)
     total = sum(file.width for file in opened)
@@ -130,24 +128,6 @@ def _check(inputs: Sequence[Input], options: Options, share: Share) -> None:
         )
     if share.part_bytes < 1:
         raise ValueError(f"part_bytes={share.part_bytes} must be at least 1")
-
-
-def _warn_of_weights(inputs: Sequence[Input], keys: Sequence[str]) -> None:
-    """Say once that weights of rows do not count, if the first row of a file has one."""
-    for file in inputs[:_WEIGHED_FILES]:
-        if file.path == "-" or file.kind == TEXT:
-            continue
-        with contextlib.suppress(ValueError):  # the row is named when it is encoded
-            record = next(documents.read_records([file.path]), None)
-            row = record.value() if record else None
-            names = set(row) if isinstance(row, dict) else set()
-            if record and "weight" in names and names - {"weight"} >= {*keys}:
-                print(
-                    f"{record.place} has a weight, which is ignored: documents have none, give "
-                    "corpora weights in a blend (data.paths=0.7,A,0.3,B)",
-                    file=sys.stderr,
-                )
-                return
 
 
 class _Work:
@@ -267,7 +247,9 @@ def _join(folders: Sequence[Path], output: str, work: _Work, may_be_empty: bool)
         documents = shuffled_documents(columns, seed)
     else:  # a part is open only while it is copied
         documents = (
-            Encoded(tuple(Column(d.tokens, d.lengths, d.document_indices[1:]) for d in part))
+            Encoded(
+                tuple(Column(d.tokens, d.lengths, d.document_indices[1:], d.weights) for d in part)
+            )
             for part in map(check, folders)
         )
     report = write_all(documents, output, work.options, work.tokenizer, may_be_empty)

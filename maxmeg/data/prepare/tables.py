@@ -9,6 +9,7 @@ from typing import Any
 
 from maxmeg.data.chat.forms import form_of
 from maxmeg.data.corpus import storage
+from maxmeg.data.corpus.loss_weights import FIELD
 
 _MAX_ROWS = 1 << 14  # rows per batch
 _SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}\.parquet")  # a part of a split, as on the Hub
@@ -71,14 +72,14 @@ def rows_before(path: str) -> tuple[int, ...]:
 def batches(
     path: str, groups: tuple[int, int], keys: Sequence[str], size: int
 ) -> Iterator[tuple[bytes, int]]:
-    """Rows of the row groups [begin, end), with the columns of the keys alone.
+    """Rows of the row groups [begin, end), with the columns of the keys and their weights alone.
 
     Yields (an Arrow stream of about `size` bytes, its number of rows).
     """
     with storage.open_input(path) as file:
         opened = _open(path, file)
-        _check_keys(path, keys, opened.schema_arrow.names)
-        for batch in _parquet_batches(path, opened, range(*groups), list(keys), size):
+        columns = _columns(path, keys, opened.schema_arrow.names)
+        for batch in _parquet_batches(path, opened, range(*groups), columns, size):
             yield _stream(batch), batch.num_rows
 
 
@@ -86,8 +87,8 @@ def arrow_batches(path: str, keys: Sequence[str], size: int) -> Iterator[tuple[b
     """As `batches`, of an Arrow file, with the number of the file's bytes that have been read."""
     with storage.open_input(path) as file:
         for batch in _arrow_batches(path, file, size):
-            _check_keys(path, keys, batch.schema.names)
-            yield _stream(batch.select(list(keys))), batch.num_rows, file.tell()
+            columns = _columns(path, keys, batch.schema.names)
+            yield _stream(batch.select(columns)), batch.num_rows, file.tell()
 
 
 def read_rows(path: str, size: int) -> Iterator[tuple[dict[str, Any], int]]:
@@ -160,20 +161,21 @@ def without_key(key: str, names: Iterable[str]) -> str:
     return f"no {key!r} among {fields}: see --json_keys{hint}"
 
 
-def _check_keys(path: str, keys: Sequence[str], names: Sequence[str]) -> None:
+def _columns(path: str, keys: Sequence[str], names: Sequence[str]) -> list[str]:
+    """The keys, and the column of weights if there is one; ValueError where a key is no column."""
     for key in keys:
         if key not in names:
             raise ValueError(f"{path}: {without_key(key, names)}")
+    return [*keys, FIELD] if FIELD in names and FIELD not in keys else [*keys]
 
 
-def rows(data: bytes, keys: Sequence[str]) -> Iterator[list[Any]]:
-    """The values of the keys, row by row; strings that are not valid UTF-8 are returned as
-    bytes."""
+def rows(data: bytes) -> Iterator[dict[str, Any]]:
+    """The fields of each row; strings that are not valid UTF-8 are returned as bytes."""
     import pyarrow
 
     for batch in pyarrow.ipc.open_stream(data):
-        columns = [_values(batch.column(key)) for key in keys]
-        yield from map(list, zip(*columns, strict=True))
+        for values in zip(*map(_values, batch.columns), strict=True):
+            yield dict(zip(batch.schema.names, values, strict=True))
 
 
 def _values(column: Any) -> list[Any]:

@@ -9,7 +9,7 @@ import numpy as np
 from maxmeg.data.chat.template import hugging_face_folder
 from maxmeg.data.corpus.indexed import IndexedDataset, check_vocabulary
 from maxmeg.data.opening import Opening
-from maxmeg.data.samples.dataset import EpochRows, Record, identify
+from maxmeg.data.samples.dataset import EpochRows, Record, identify, identify_weights
 from maxmeg.data.samples.sampling import Batch, EpochOrder, empty_batch, nonempty_range
 from maxmeg.data.tokenizers.load import parse_spec
 from maxmeg.data.tokenizers.tokenizer import Tokenizer, json_object
@@ -40,8 +40,9 @@ class AlignedDataset(EpochRows, RebuiltInWorkers):
 
     corpora: of sources and of targets. lengths: tokens of a row of each. The source ends with the
     tokenizer's end of text; the target begins with `start_token`, and its last target is the end of
-    text. cuts: pairs that are too long are cut, and otherwise left out; `num_long` is their number.
-    ids: number of valid ids, 0 for the tokenizer's, and data.start_token.
+    text. The targets have the weight of their document in the loss. cuts: pairs that are too long
+    are cut, and otherwise left out; `num_long` is their number. ids: number of valid ids, 0 for the
+    tokenizer's, and data.start_token.
     """
 
     def __init__(
@@ -74,6 +75,14 @@ class AlignedDataset(EpochRows, RebuiltInWorkers):
                 f"{lengths[1]} of target: raise data.source_length and data.sequence_length, or "
                 "set data.too_long=truncate"
             )
+        weights, self._weights = (corpus.weights_of(self._pairs) for corpus in self.corpora)
+        if (differ := weights != self._weights).any():
+            pair = int(np.argmax(differ))
+            raise ValueError(
+                f"pair {self._pairs[pair]} has weight {weights[pair]} in {sources.prefix} and "
+                f"{self._weights[pair]} in {targets.prefix}: make both by one maxmeg preprocess "
+                "--aligned"
+            )
         self.source_length, self.sequence_length = lengths
         self.vocab_size, self._seed = ids[0] or tokenizer.vocab_size, seed
         self._first, self._end = start_token(tokenizer, ids[1]), tokenizer.eod
@@ -95,6 +104,7 @@ class AlignedDataset(EpochRows, RebuiltInWorkers):
             "source_length": self.source_length,
             "seed": self._seed,
             "num_pairs": len(self._pairs),
+            **identify_weights(self.corpora),
         }
 
     def batch(self, indices: np.ndarray) -> Batch:
@@ -102,7 +112,9 @@ class AlignedDataset(EpochRows, RebuiltInWorkers):
         S, L = self.source_length, self.sequence_length
         batch = empty_batch(len(indices), L, S)
         batch["positions"][:] = np.arange(L)
-        for row, number in enumerate(self._pairs[self._order(indices)].tolist()):
+        rows = self._order(indices)
+        weighted = zip(self._pairs[rows].tolist(), self._weights[rows].tolist(), strict=True)
+        for row, (number, weight) in enumerate(weighted):
             source, target = (corpus.get(number) for corpus in self.corpora)
             source = [*source[: S - 1].tolist(), self._end]
             target = [self._first, *target[: L - 1].tolist(), self._end]
@@ -111,7 +123,7 @@ class AlignedDataset(EpochRows, RebuiltInWorkers):
             for name, values in (("tokens", target[:-1]), ("targets", target[1:])):
                 batch[name][row, : len(values)] = values
             batch["segment_ids"][row, : len(target) - 1] = 1
-            batch["loss_mask"][row, : len(target) - 1] = 1
+            batch["loss_mask"][row, : len(target) - 1] = weight
         for corpus, name in zip(self.corpora, ("encoder_tokens", "tokens"), strict=True):
             check_vocabulary(batch[name], self.vocab_size, f"{corpus.prefix}.bin")
         return batch

@@ -97,6 +97,15 @@ def bound(saved: Sequence[Record], now: Sequence[Record]) -> Difference:
     return Difference(repeated, left_out, is_bound=True)
 
 
+def identify_weights(corpora: Sequence[IndexedDataset]) -> Record:
+    """The entry of a record for the weights of documents: a CRC-32 for each corpus, 0 for one whose
+    weights are 1; empty if all are."""
+    if all(corpus.weights is None for corpus in corpora):
+        return {}
+    sums = [0 if c.weights is None else zlib.crc32(c.weights.tobytes()) for c in corpora]
+    return {"weights": sums}
+
+
 def identify(
     corpora: Sequence[IndexedDataset], ranges: Sequence[tuple[int, int]]
 ) -> list[list[int]]:

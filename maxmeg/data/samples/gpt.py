@@ -8,7 +8,15 @@ import numpy as np
 
 from maxmeg.data.corpus.indexed import IndexedDataset, check_vocabulary
 from maxmeg.data.resuming import compare_orders
-from maxmeg.data.samples.dataset import SPLITS, Difference, Record, RecordedDataset, Use, identify
+from maxmeg.data.samples.dataset import (
+    SPLITS,
+    Difference,
+    Record,
+    RecordedDataset,
+    Use,
+    identify,
+    identify_weights,
+)
 from maxmeg.data.samples.megatron_order import MegatronOrder, make_samples
 from maxmeg.data.samples.sampling import Batch, GptSamples, Pieces, split_range
 from maxmeg.data.workers import RebuiltInWorkers
@@ -86,6 +94,7 @@ class GptDataset(RecordedDataset, RebuiltInWorkers):
             "corpora": identify(self.corpora, self.ranges),
             "sequence_length": self.sequence_length,
             **self.samples.order,
+            **identify_weights(self.corpora),
         }
 
     def record(self, consumed: int) -> list[Record]:
@@ -126,16 +135,21 @@ class GptDataset(RecordedDataset, RebuiltInWorkers):
     def batch(self, indices: np.ndarray) -> Batch:
         """The samples with these numbers, any >= 0; every array is [len(indices), sequence_length].
 
-        tokens, targets and positions are int32, loss_mask float32; segment_ids int32 is included if
-        reset_attention_mask is set. ValueError for an id beyond the vocabulary.
+        tokens, targets and positions are int32; loss_mask is float32, the weight of the document
+        that the target belongs to; segment_ids int32 is included if reset_attention_mask is set.
+        ValueError for an id beyond the vocabulary.
         """
         indices, lengths = np.asarray(indices), None
         text = self._read(indices)
+        weights = self._read_weights(indices)
         if self.rules.fim is not None:
-            text, lengths = self.rules.fim(text, indices)
+            before = text
+            text, lengths = self.rules.fim(before, indices)
+            if self.is_weighted:
+                weights = permuted_weights(weights, before, text, self.rules.eod)
         tokens = np.ascontiguousarray(text[:, :-1])
         batch = {"tokens": tokens, "targets": np.ascontiguousarray(text[:, 1:])}
-        loss_mask = np.ones(tokens.shape, np.float32)
+        loss_mask = np.ascontiguousarray(weights[:, 1:])
         if lengths is not None:  # padding is not a target
             loss_mask[np.arange(self.sequence_length) >= lengths[:, None] - 1] = 0
         positions = np.arange(self.sequence_length, dtype=np.int32)
@@ -206,6 +220,22 @@ class GptDataset(RecordedDataset, RebuiltInWorkers):
         check_vocabulary(text, self.vocab_size, where)
         return text.astype(np.int32, copy=False)
 
+    @property
+    def is_weighted(self) -> bool:
+        """Whether documents of a corpus have weights in the loss."""
+        return any(corpus.weights is not None for corpus in self.corpora)
+
+    def _read_weights(self, indices: np.ndarray) -> np.ndarray:
+        """The weight of each token's document, float32 [len(indices), sequence_length + 1]."""
+        shape = (len(indices), self.sequence_length + 1)
+        if not self.is_weighted:
+            return np.ones(shape, np.float32)
+        pieces, corpus, local, _ = self._places(indices)
+        weights = np.empty(len(local), np.float32)
+        for i, dataset in enumerate(self.corpora):
+            weights[corpus == i] = dataset.weights_of(local[corpus == i])
+        return np.repeat(weights, pieces.lengths).reshape(shape)
+
     def _check_eod(self) -> None:
         """ValueError where the rules need end-of-document tokens and a corpus has none."""
         if self.rules.eod is None:
@@ -221,6 +251,26 @@ class GptDataset(RecordedDataset, RebuiltInWorkers):
                     "reset_position_ids, reset_attention_mask and eod_mask_loss need: prepare it "
                     "with --append_eod"
                 )
+
+
+def permuted_weights(
+    weights: np.ndarray, text: np.ndarray, permuted: np.ndarray, eod: int | None
+) -> np.ndarray:
+    """The weights of tokens, [samples, L], after fill-in-the-middle, which permutes tokens within
+    documents and drops the ends of documents without other tokens. ValueError where a document
+    begins without an end-of-document token before it."""
+    if ((np.diff(weights) != 0) & (text[:, :-1] != eod)).any():
+        raise ValueError(
+            "data.fim_rate and weights of documents need an end-of-document token after every "
+            "document: prepare the corpus with --append_eod"
+        )
+    result = np.empty_like(weights)
+    for row, (old, new) in enumerate(zip(text == eod, permuted == eod, strict=True)):
+        starts = np.flatnonzero(~old & np.append(True, old[:-1]))
+        starts = np.append(starts, len(old) - 1)  # of tokens after the last end
+        documents = np.cumsum(new) - new
+        result[row] = weights[row, starts[np.minimum(documents, len(starts) - 1)]]
+    return result
 
 
 def compare_members(

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from maxmeg.data.corpus.indexed import check_vocabulary
-from maxmeg.data.samples.dataset import Difference, Record, RecordedDataset
+from maxmeg.data.samples.dataset import Difference, Record, RecordedDataset, identify_weights
 from maxmeg.data.samples.sampling import Batch, EpochOrder, shuffled
 from maxmeg.data.workers import RebuiltInWorkers
 
@@ -180,6 +180,7 @@ class PackedDataset(RecordedDataset, RebuiltInWorkers):
             "packing": self._policy,
             "sequence_length": self.sequence_length,
             "seed": self._seed,
+            **identify_weights(getattr(self.source, "corpora", ())),
         }
 
     def compare(self, saved: Sequence[Record], consumed: int) -> Difference:

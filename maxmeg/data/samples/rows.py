@@ -28,7 +28,7 @@ class StoredDocuments(RebuiltInWorkers):
         self, corpora: Sequence[IndexedDataset], split: str, split_index: int, sequence_length: int
     ) -> None:
         self.corpora = list(corpora)
-        numbers, starts, lengths, self.num_short = [], [], [], 0
+        numbers, starts, lengths, weights, self.num_short = [], [], [], [], 0
         for number, corpus in enumerate(self.corpora):
             if corpus.dtype.kind not in "iu":
                 raise ValueError(f"{corpus.prefix}.bin holds {corpus.dtype}, not token ids")
@@ -44,17 +44,19 @@ class StoredDocuments(RebuiltInWorkers):
             numbers.append(np.full(len(owner), number))
             starts.append(begins[owner] + offsets)
             lengths.append(np.minimum(sizes[owner] - offsets, sequence_length + 1))
+            weights.append(corpus.weights_of(bounds[owner]))
             self.num_short += int((sizes < 2).sum())
         self._numbers, self._starts = np.concatenate(numbers), np.concatenate(starts)
         self.lengths = np.concatenate(lengths)
+        self._weights = np.concatenate(weights)
 
     def __str__(self) -> str:
         return f"{len(self.lengths):,} pieces, {self.num_short:,} too short"
 
     def read(self, i: int) -> Document:
-        start = int(self._starts[i])
+        start, length = int(self._starts[i]), int(self.lengths[i])
         corpus = self.corpora[self._numbers[i]]
-        return corpus.tokens[start : start + int(self.lengths[i])], None
+        return corpus.tokens[start : start + length], np.full(length, self._weights[i])
 
 
 def open_documents(opening: Opening) -> PackedDataset | None:
