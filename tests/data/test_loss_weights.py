@@ -2,6 +2,7 @@
 
 import collections
 import json
+import logging
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from maxmeg.data.build import build_dataset, open_corpus
 from maxmeg.data.corpus.indexed import IndexedDataset, IndexedWriter
 from maxmeg.data.corpus.vocabulary import write_vocabulary
 from maxmeg.data.resuming import record_order, warn_of_order
+from maxmeg.data.samples.gpt import permuted_weights
 from maxmeg.preprocess import main
 
 LENGTH = 8
@@ -46,14 +48,15 @@ def test_rows_of_every_format_have_weights(tmp_path, capsys, suffix):
     assert main(["inspect", prefix]) == 0
     shown = capsys.readouterr().out
     assert "3 of 5 documents have another weight in the loss than 1, from 0 to 2" in shown
-    assert "tokens by weight: 20 % 0, 20 % less than 1, 40 % 1, 20 % more than 1" in shown
+    assert "tokens: 20 % have weight 0, 20 % less than 1, 40 % 1, 20 % more than 1" in shown
     source = write_rows(tmp_path / f"b{suffix}", [row | {"weight": 1} for row in ROWS])
     assert main([f"--input={source}", *output]) == 0
     assert f"wrote {prefix}.bin and .idx" in capsys.readouterr().out and not file.exists()
 
 
-def test_a_key_of_texts_may_be_called_weight(tmp_path):
-    source = write_rows(tmp_path / "a.jsonl", [{"text": "a", "weight": "heavy"}])
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_a_key_of_texts_may_be_called_weight(tmp_path, suffix):
+    source = write_rows(tmp_path / f"a{suffix}", [{"text": "a", "weight": "heavy"}])
     flags = f"--input={source}", f"--output={tmp_path}/c", "--workers=0", "--json_keys"
     assert main([*flags, "text", "weight"]) == 0
     assert not list(tmp_path.glob("*.npy"))
@@ -204,6 +207,12 @@ def test_fill_in_the_middle_keeps_the_weights_of_documents(make_corpus):
         build_dataset(data, [without], tokenizer, 0, 3, 300).batch(np.arange(9))
 
 
+def test_sentinels_after_the_last_end_have_the_weight_of_the_document_before():
+    text, permuted = np.array([[97, EOD, EOD, 98, EOD]]), np.array([[97, EOD, 98, EOD, 257]])
+    weights = np.float32([[1, 1, 2, 3, 3]])
+    assert permuted_weights(weights, text, permuted, EOD).tolist() == [[1, 1, 3, 3, 3]]
+
+
 def test_targets_of_pairs_have_the_weight_of_their_row(make_corpus):
     sources, targets = (
         make_corpus([[10 * add + i] * 3 for i in range(4)], name)
@@ -234,9 +243,12 @@ def test_objectives_that_do_not_read_weights_refuse_them(corpus, objective):
         opened(data)
 
 
-@pytest.mark.parametrize("packing", [Packing.none, Packing.best_fit])
-def test_changed_weights_are_noticed_on_resumption(corpus, caplog, packing):
-    data, consumed = settings(corpus, packing=packing), 4
+@pytest.mark.parametrize("case", ["native", "best_fit", "pairs"])
+def test_changed_weights_are_noticed_on_resumption(corpus, caplog, case):
+    pairs = {"objective": Objective.seq2seq, "source_length": LENGTH}
+    paths = (corpus,) * (1 + (case == "pairs"))
+    data, consumed = settings(*paths, **(pairs if case == "pairs" else READ[case])), 4
+    caplog.set_level(logging.WARNING, "maxmeg")  # runs of other tests lower it
     saved = record_order(opened(data), consumed)
     warn_of_order(saved, opened(data), consumed)
     for weights in (WEIGHTS, WEIGHTS[::-1]):

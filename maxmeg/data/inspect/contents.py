@@ -128,14 +128,13 @@ def _collect(problems: list[str], check, *arguments) -> None:
 
 def _weights_note(weights: np.ndarray, sizes: np.ndarray) -> str:
     """The documents' weights in the loss, and the share of the tokens with such weights."""
-    kinds = {"0": weights == 0, "less than 1": (weights > 0) & (weights < 1)}
+    kinds = {"have weight 0": weights == 0, "less than 1": (weights > 0) & (weights < 1)}
     kinds |= {"1": weights == 1, "more than 1": weights > 1}
     total = max(int(sizes.sum()), 1)
     shares = (f"{100 * sizes[is_it].sum() / total:.3g} % {name}" for name, is_it in kinds.items())
     return (
         f"{int((weights != 1).sum()):,} of {len(weights):,} documents have another weight in the "
-        f"loss than 1, from {weights.min():g} to {weights.max():g}; tokens by weight: "
-        + ", ".join(shares)
+        f"loss than 1, from {weights.min():g} to {weights.max():g}; tokens: " + ", ".join(shares)
     )
 
 
