@@ -27,7 +27,7 @@ from maxmeg.checkpoint.names import to_arrays
 from maxmeg.checkpoint.resume import resume
 from maxmeg.config.data import DataConfig
 from maxmeg.config.model import DType, ModelConfig
-from maxmeg.config.parallel import ParallelConfig
+from maxmeg.config.parallel import FsdpGather, ParallelConfig
 from maxmeg.config.quantization import QuantizationRecipe
 from maxmeg.config.schema import CheckpointConfig, Config, LogConfig, OptimConfig, TrainConfig
 from maxmeg.config.setting import with_fields
@@ -441,17 +441,19 @@ def test_a_run_loads_another_run(corpus, tmp_path, capsys):
     main(config)
     config = small(corpus, tmp_path / "second")
     config.checkpoint.load, config.train.num_steps = str(tmp_path / "first"), STEPS + 1
-    config.parallel.fsdp = 0
+    config.parallel.fsdp, config.parallel.fsdp_gather = 0, FsdpGather.step
     main(config)
-    out = capsys.readouterr().out
+    out = " ".join(capsys.readouterr().out.split())
+    assert "devices: data 8 batch" in out and "fsdp_gather microbatch -> step" in out
     assert f"resumed at step {STEPS}" in out and f"num_steps {STEPS} -> {STEPS + 1}" in out
     assert Checkpointer(tmp_path / "second" / "checkpoints").steps()[-1] == STEPS + 1
     saved = (tmp_path / "second" / "config.yaml").read_text()
     assert "lanes: apart\n" in saved and "lanes" not in out  # of `auto`, on CPUs
-    config.optim.lr = 1.0
+    config.optim.lr, config.parallel.fsdp_gather = 1.0, FsdpGather.microbatch
     main(config)  # it has no step to make
-    out = capsys.readouterr().out
-    assert "changed since step 7: optim.lr 0.01 -> 1.0" in out
+    out = " ".join(capsys.readouterr().out.split())
+    gather = "parallel.fsdp_gather step -> microbatch"
+    assert f"changed since step 7: {gather}, optim.lr 0.01 -> 1.0" in out
     assert "already finished at step 7: raise train.num_steps=7" in out
     assert (tmp_path / "second" / "config.yaml").read_text() == saved
     assert jax.process_count() == 1

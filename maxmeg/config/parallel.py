@@ -18,6 +18,7 @@ class Schedule(enum.Enum):
     zero_bubble = "zero_bubble"
 
 
+FsdpGather = enum.Enum("FsdpGather", {"microbatch": "microbatch", "step": "step", "auto": "auto"})
 LaneOrder = enum.Enum("LaneOrder", {"apart": "apart", "together": "together", "auto": "auto"})
 
 GPUS_A_NODE = 8
@@ -33,6 +34,13 @@ class ParallelConfig(Section):
         0,
         "devices that shard parameters (FSDP, ZeRO-3); 0: all other devices",
         "--use-megatron-fsdp",
+    )
+    fsdp_gather: FsdpGather = setting(
+        FsdpGather.auto,
+        "how often the devices of fsdp gather a layer's weights: microbatch, in forward and in "
+        "backward of each | step, once, by ZeRO-1: the devices count as data, and each holds all "
+        "weights and the sums of all gradients meanwhile; auto: step where fsdp=0, on GPUs that "
+        "`maxmeg plan` knows, where it fits and the planner's step is at least 1 % shorter",
     )
     expert: int = setting(
         1,

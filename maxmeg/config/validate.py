@@ -20,7 +20,7 @@ from maxmeg.config.model_rules import (
     training_problems,
 )
 from maxmeg.config.optim_rules import optim_problems
-from maxmeg.config.parallel import LaneOrder, ParallelConfig, Schedule
+from maxmeg.config.parallel import FsdpGather, LaneOrder, ParallelConfig, Schedule
 from maxmeg.config.schema import Config, WatchdogConfig
 from maxmeg.config.setting import check_bounds, declared_problems, divisors, get
 from maxmeg.config.stages import units_of_chunks
@@ -30,7 +30,8 @@ STACK_READERS: dict[str, tuple[str, ...]] = {"encoder": (), "vision": ()}  # mod
 
 
 def axis_sizes(parallel: ParallelConfig, num_devices: int, platform: str = "") -> dict[str, int]:
-    """Return the size of every mesh axis; fsdp=0 takes the remaining devices.
+    """Return the size of every mesh axis; fsdp=0 takes the remaining devices, and fsdp_gather=step
+    makes those of fsdp part of data.
 
     platform: "cpu", "gpu" if the devices are those that JAX sees; for the error.
     """
@@ -69,6 +70,8 @@ def axis_sizes(parallel: ParallelConfig, num_devices: int, platform: str = "") -
             f"{' or a multiple' * (sizes['fsdp'] == 0)}, {devices}: set sizes of config.parallel "
             f"whose product is {num_devices} (fsdp=0 takes what the others leave){virtual}"
         )
+    if parallel.fsdp_gather is FsdpGather.step:
+        sizes |= {"data": sizes["data"] * sizes["fsdp"], "fsdp": 1}
     return sizes
 
 
@@ -174,6 +177,8 @@ def parallel_problems(config: Config, sizes: dict[str, int]):
     model, tensor, fsdp, name = config.model, sizes["tensor"], sizes["fsdp"], "fsdp"
     if config.parallel.fsdp_context:
         fsdp, name = fsdp * sizes["context"], "fsdp x context"
+    if config.parallel.fsdp_gather is FsdpGather.step:
+        yield from gather_problems(config.parallel)
     yield from expert_layout_problems(config)
     expert_ffn = model.expert_ffn if model.has("moe") else 0
     layer_size = model.layer_embedding.size * model.has("layer_embedding")
@@ -200,6 +205,18 @@ def parallel_problems(config: Config, sizes: dict[str, int]):
                 f"{name}={value} is not divisible by parallel.{axis}={size}: choose {axis} in "
                 f"{divisors(value, at_most=2 * size)}, or change {name}"
             )
+
+
+def gather_problems(parallel: ParallelConfig):
+    """Rules of weights that are gathered once a step."""
+    if not parallel.zero1:
+        yield "parallel.fsdp_gather=step is done by ZeRO-1: set parallel.zero1=true, or microbatch"
+    if parallel.fsdp_context:
+        yield (
+            "parallel.fsdp_gather=step gathers weights once, and parallel.fsdp_context=true those "
+            "of each microbatch: set fsdp_context=false, whose devices ZeRO-1 has too, or "
+            "fsdp_gather=microbatch"
+        )
 
 
 def head_problems(model: ModelConfig, tensor: int):

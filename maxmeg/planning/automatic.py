@@ -4,7 +4,7 @@ import itertools
 
 import jax
 
-from maxmeg.config.parallel import LaneOrder
+from maxmeg.config.parallel import FsdpGather, LaneOrder
 from maxmeg.config.recompute import POLICIES
 from maxmeg.config.schema import Config
 from maxmeg.config.setting import get, with_fields
@@ -15,7 +15,10 @@ from maxmeg.planning.cost.workload import workload
 from maxmeg.planning.hardware import GIB, Cluster, cluster, cluster_name, has_whole_nodes
 from maxmeg.planning.search import Candidate, fastest
 
-VALUES = {"parallel.lanes": (LaneOrder.apart, LaneOrder.together)}  # the first needs least memory
+VALUES = {  # the first needs least memory
+    "parallel.lanes": (LaneOrder.apart, LaneOrder.together),
+    "parallel.fsdp_gather": (FsdpGather.microbatch, FsdpGather.step),
+}
 
 
 def cluster_here() -> Cluster | None:
@@ -28,8 +31,10 @@ def choose(config: Config, gpus: Cluster | None) -> None:
     """Replace each `auto` of VALUES in a config.
 
     By the fastest combination that fits; by the first values where none fits, without GPUs, or
-    where the planner does not support the config."""
+    where the planner does not support the config. Devices that parallel.fsdp names stay there."""
     unset = {path: values for path, values in VALUES.items() if get(config, path).name == "auto"}
+    if config.parallel.fsdp and "parallel.fsdp_gather" in unset:
+        unset["parallel.fsdp_gather"] = (FsdpGather.microbatch,)
     options = [
         dict(zip(unset, values, strict=True)) for values in itertools.product(*unset.values())
     ]
@@ -66,7 +71,7 @@ def settings_on(config: Config, gpus: Cluster) -> dict[str, str]:
 
 def chosen_words(config: Config, gpus: Cluster | None) -> str:
     """The values of VALUES, what the others would cost, and of lanes together that do not fit the
-    recompute policy with which they would; empty if there are no others.
+    recompute policy with which they would; empty if no other changes anything.
 
     "lanes=together (apart: +3.1 % time, -2.9 GiB)"
     """
@@ -74,14 +79,14 @@ def chosen_words(config: Config, gpus: Cluster | None) -> str:
     if now is None:
         return ""
     for path, values in VALUES.items():
-        _, _, name = path.rpartition(".")
-        for value in values:
-            other = candidate_of(with_fields(config, {path: value}), gpus)
-            if value is not get(config, path) and other:
+        value, name = get(config, path), path.rpartition(".")[2]
+        for each in values if value in values else ():
+            other = candidate_of(with_fields(config, {path: each}), gpus)
+            if other and other.analytic != now.analytic:
                 time = other.analytic.step_seconds / now.analytic.step_seconds - 1
                 size = (other.analytic.total - now.analytic.total) / GIB
-                cost = f"{value.value}: {100 * time:+.1f} % time, {size:+.1f} GiB"
-                words.append(f"{name}={get(config, path).value} ({cost})")
+                cost = f"{each.value}: {100 * time:+.1f} % time, {size:+.1f} GiB"
+                words.append(f"{name}={value.value} ({cost})")
     if config.parallel.lanes is LaneOrder.together and not now.analytic.fits:
         words.append(f"too large: {now.analytic.total / GIB:.1f} GiB{_policy(config, gpus)}")
     return ", ".join(words)

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
-from maxmeg.config.parallel import LaneOrder, ParallelConfig, Schedule
+from maxmeg.config.parallel import FsdpGather, LaneOrder, ParallelConfig, Schedule
 from maxmeg.config.recompute import POLICIES
 from maxmeg.config.schema import Config
 from maxmeg.config.setting import declared_problems, with_fields
@@ -18,7 +18,7 @@ from maxmeg.planning.report import MARGIN, Analytic
 
 MICRO_BATCHES = (1, 2, 4, 8)
 MOST_CHUNKS = 8
-LEAST_GAIN = 0.01  # share of the time by which a choice that needs more memory must be shorter
+LEAST_GAIN = 0.01  # share of the time that a choice which needs more memory must save
 MOST_GPUS = 2**16  # limit of the search for a sufficient number of GPUs
 PLAIN = {"schedule": Schedule.one_f_one_b, "chunks": 1, "pad_layers": False}
 LONG = 32768  # tokens of a sequence from which on the search divides it over context
@@ -32,7 +32,7 @@ DEPENDENT = [
 ]
 MESH = ["pipe", "data", "fsdp", "expert", "expert_tensor", "context", "fsdp_context", "tensor"]
 VARIED = {
-    "parallel": (*MESH, "schedule", "lanes", "chunks", "pad_layers"),
+    "parallel": (*MESH, "schedule", "lanes", "chunks", "pad_layers", "fsdp_gather"),
     "train": ("micro_batch_size",),
     "model": ("recompute",),
     "optim": ("offload",),
@@ -118,11 +118,11 @@ def with_least_recomputation(work: Workload, cluster: Cluster) -> Candidate | No
 
 
 def fastest(candidates: Sequence[Candidate]) -> Candidate:
-    """The fastest; the first one, if that saves less than LEAST_GAIN of its time."""
-    first = candidates[0]
-    best = min(candidates, key=lambda candidate: candidate.analytic.step_seconds)
-    limit = (1 - LEAST_GAIN) * first.analytic.step_seconds
-    return best if best.analytic.step_seconds <= limit else first
+    """Of those whose step is at most LEAST_GAIN longer than the shortest, the one that needs least
+    memory."""
+    limit = (1 + LEAST_GAIN) * min(each.analytic.step_seconds for each in candidates)
+    fast = (each for each in candidates if each.analytic.step_seconds <= limit)
+    return min(fast, key=lambda each: each.analytic.total)
 
 
 def layouts(
@@ -228,8 +228,10 @@ def needed_bytes(config: Config, count: int, device: Device | None = None) -> in
 
 
 def _with(config: Config, parallel: dict, micro: int) -> Config:
-    """`config` with these fields, and its layers divided evenly over the stages."""
+    """`config` with these fields, its layers divided evenly over the stages, and fsdp_gather=auto:
+    the sizes of data and fsdp say how often weights are gathered."""
     even = {"chunk_layers": (), "first_stage_layers": 0, "last_stage_layers": 0}
+    even["fsdp_gather"] = FsdpGather.auto
     return dataclasses.replace(
         config,
         parallel=dataclasses.replace(config.parallel, **even, **parallel),

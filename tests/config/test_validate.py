@@ -176,6 +176,14 @@ BAD = [
     ),
     ("parallel.pipe=2; model.scan_layers=false", "scan_layers=false | pipe=2"),
     ("parallel.lanes=together", "parallel.lanes=together | one | micro_batch_size | lanes=apart"),
+    (
+        "parallel.fsdp_gather=step; parallel.zero1=false",
+        "fsdp_gather=step | zero1=true | microbatch",
+    ),
+    (
+        "parallel.fsdp_gather=step; parallel.fsdp_context=true; parallel.context=2",
+        "fsdp_gather=step | fsdp_context=false | microbatch",
+    ),
     ("parallel.tensor=8", "model.attention.num_heads=4 | parallel.tensor=8 | tensor in 1, 2, 4"),
     (
         "model.hidden_size=96; model.attention.num_heads=12; model.attention.num_kv_heads=6; "

@@ -22,12 +22,13 @@ class Choice:
 
     @property
     def layout(self) -> str:
-        """ "tensor 8, pipe 4, recompute full", without sizes of 1 and lanes apart."""
+        """ "tensor 8, pipe 4, recompute full", without what is as always."""
         single_stage = self.settings.get("parallel.pipe") == 1
         words = [
             f"{path.rpartition('.')[2].replace('_', ' ')} {value}"
             for path, value in self.settings.items()
-            if value not in (0, 1, "apart") and not (single_stage and path == "parallel.schedule")
+            if value not in (0, 1, "apart", "auto")
+            and not (single_stage and path == "parallel.schedule")
         ]
         return ", ".join(words + ["offload"] * bool(self.settings.get("optim.offload")))
 
