@@ -28,7 +28,7 @@ from maxmeg.optim.scaling import next_scaler, unscaled
 from maxmeg.optim.update import Parts, on_device, update
 from maxmeg.parallel import collectives, ordering
 from maxmeg.parallel.batch import Batch, batch_spec
-from maxmeg.parallel.mesh import TOKEN_AXES, batch_shards
+from maxmeg.parallel.mesh import TENSOR_AXES, TOKEN_AXES, batch_shards
 from maxmeg.parallel.spmd import spmd
 from maxmeg.parallel.trainable import fixed, frozen, joined, partition, saved, trained
 from maxmeg.pipeline.executor import run_pipeline
@@ -140,11 +140,12 @@ def make_gradients(
         transforms = [*stored, Quantize(recipe, batch, raw_key)]
         weights = enter(transforms[-1:], weights)
         gradients, sums = local_gradients(weights, batch, raw_key, config, objective, schedule)
-        # Each stage has the auxiliary values of its own layers; all else is the same on all stages.
-        pipe = (collectives.PIPE_AXIS,)
+        # Devices along pipe and tensor have their own share of the layers' auxiliary values; all
+        # else is the same on them.
+        same = (collectives.PIPE_AXIS, *TENSOR_AXES)
         of_layers = {name: sums[name] for name in ("stack_aux", "mtp_aux") if name in sums}
-        sums = auxiliary.counted_once(sums, pipe) | of_layers
-        sums = auxiliary.over_devices(sums, (*pipe, *TOKEN_AXES))
+        sums = auxiliary.counted_once(sums, same) | of_layers
+        sums = auxiliary.over_devices(sums, (*same, *TOKEN_AXES))
         return leave(transforms, gradients), sums
 
     def gradients(model, batch, raw_key, scale=None):

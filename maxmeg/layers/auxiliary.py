@@ -1,9 +1,8 @@
 """Auxiliary values: small float32 arrays that a layer returns beside its output.
 
 Examples are the number of tokens per expert and the largest attention logit. A layer returns {name:
-value} for the local tokens. Over microbatches and devices, arrays are summed like gradients, and
-`Max` values are reduced to the maximum. All devices along tensor must return the same array; a Max
-may differ.
+value} for the tokens of its sequence shard. Over microbatches and devices, arrays are summed like
+gradients, and `Max` values are reduced to the maximum.
 """
 
 import typing

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from maxmeg.layers.context import Context
-from maxmeg.ops.experts.dispatch import capacity_of, count_values
+from maxmeg.ops.experts.dispatch import count_values
 from maxmeg.ops.experts.routing import Routing, balance_loss, balance_scores, z_loss
 from maxmeg.parallel import collectives
-from maxmeg.parallel.mesh import BATCH_AXES, CONTEXT_AXES, TENSOR_AXES, TOKEN_AXES
+from maxmeg.parallel.mesh import BATCH_AXES, CONTEXT_AXES, TOKEN_AXES
 
 LOSSES = (
     "load_balancing_loss",
@@ -26,27 +26,22 @@ TOKENS, DROPPED = "expert_tokens", "expert_dropped"  # names of the other auxili
 
 
 def balanced(
-    routing: Routing, logits_TE: Float[Array, "T E"], rows: int, moe: Any, pieces: int, ctx: Context
+    routing: Routing, logits_TE: Float[Array, "T E"], rows: int, moe: Any, ctx: Context
 ) -> tuple[Float[Array, "T K"], dict[str, Array]]:
     """(routing weights unchanged, auxiliary values); backward also adds the losses' gradients.
 
-    Auxiliary values: the tokens of each expert [E], the number of dropped copies, and each loss
-    without its coefficient, times the number of copies. moe: a layers.moe.Moe; rows: number of
-    sequences. pieces: parts of each, to which the capacity applies.
+    Auxiliary values: the tokens of each expert [E], and each loss without its coefficient, times
+    the number of copies. moe: a layers.moe.Moe; rows: number of sequences.
     """
     spec, (experts_TK, weights_TK) = moe.spec, routing
     counts_E = count_values(experts_TK, logits_TE.shape[1], jnp.float32)
-    losses = local_losses(routing, logits_TE, counts_E, rows, moe)
+    losses = local_losses(routing, logits_TE, counts_E, rows, moe, ctx)
     if losses:
         weight_of = coefficients(spec)
         total = sum(weight_of[name] * loss for name, loss in losses.items())
-        # Devices along tensor have the same tokens: each adds its fraction of the gradient.
-        fraction = 1 / collectives.axis_size(TENSOR_AXES)
-        weights_TK = with_loss(weights_TK, fraction * ctx.microbatch_weight * total)
-    copies = experts_TK.size * collectives.axis_size(TOKEN_AXES)
-    aux = {name: loss * copies for name, loss in losses.items()}
-    aux |= {TOKENS: counts_E, DROPPED: dropped(experts_TK, rows, pieces, spec)}
-    return weights_TK, aux
+        weights_TK = with_loss(weights_TK, ctx.microbatch_weight * total)
+    copies = experts_TK.size * collectives.axis_size((*TOKEN_AXES, *ctx.tensor_axes))
+    return weights_TK, {TOKENS: counts_E} | {name: loss * copies for name, loss in losses.items()}
 
 
 def coefficients(spec: Any) -> dict[str, float]:
@@ -56,23 +51,29 @@ def coefficients(spec: Any) -> dict[str, float]:
 
 
 def local_losses(
-    routing: Routing, logits_TE: Float[Array, "T E"], counts_E: Array, rows: int, moe: Any
+    routing: Routing,
+    logits_TE: Float[Array, "T E"],
+    counts_E: Array,
+    rows: int,
+    moe: Any,
+    ctx: Context,
 ) -> dict[str, Float[Array, ""]]:
     """Local contributions to the losses that have a coefficient, without the coefficient."""
     spec, losses = moe.spec, {}
     names, (tokens, num_experts) = coefficients(spec), logits_TE.shape
     if not names:
         return losses
-    top_k, shards = spec.routing.top_k, collectives.axis_size(TOKEN_AXES)
+    axes, row_axes = (*TOKEN_AXES, *ctx.tensor_axes), (*CONTEXT_AXES, *ctx.tensor_axes)
+    top_k, shards = spec.routing.top_k, collectives.axis_size(axes)
     scores_TE = balance_scores(logits_TE, spec.routing)
     if "load_balancing_loss" in names:
-        total_E = collectives.stored_always(collectives.sum_over(counts_E, TOKEN_AXES))
+        total_E = collectives.stored_always(collectives.sum_over(counts_E, axes))
         losses["load_balancing_loss"] = balance_loss(scores_TE, total_E, top_k, tokens * shards)
     if "seq_load_balancing_loss" in names:
         experts_BLK = routing.experts_TK.reshape(rows, -1, top_k)
         counts_BE = counts_of(experts_BLK, num_experts)
-        counts_BE = collectives.stored_always(collectives.sum_over(counts_BE, CONTEXT_AXES))
-        length = tokens // rows * collectives.axis_size(CONTEXT_AXES)
+        counts_BE = collectives.stored_always(collectives.sum_over(counts_BE, row_axes))
+        length = tokens // rows * collectives.axis_size(row_axes)
         losses_B = jax.vmap(lambda scores, counts: balance_loss(scores, counts, top_k, length))(
             scores_TE.reshape(rows, -1, num_experts), counts_BE
         )
@@ -97,17 +98,6 @@ def counts_of(experts_BLK: Int[Array, "B L K"], num_experts: int) -> Float[Array
     return jax.vmap(lambda experts_LK: count_values(experts_LK, num_experts, jnp.float32))(
         experts_BLK
     )
-
-
-def dropped(experts_TK: Int[Array, "T K"], rows: int, pieces: int, spec: Any) -> Float[Array, ""]:
-    """Number of dropped copies; the capacity applies to each of `pieces` parts of the sequence."""
-    if not spec.capacity:
-        return jnp.float32(0)
-    num_experts, top_k = spec.routing.num_experts, spec.routing.top_k
-    cut = experts_TK.reshape(rows, pieces, -1, top_k).swapaxes(0, 1).reshape(pieces, -1, top_k)
-    counts = counts_of(cut, num_experts)
-    capacity = capacity_of(cut.shape[1], top_k, num_experts, spec.capacity)
-    return jnp.sum(jnp.maximum(counts - capacity, 0))
 
 
 # with_loss(x, loss) returns x; backward adds the gradient of `loss` to that of the model's loss.

@@ -106,10 +106,14 @@ class Context:
         return CONTEXT_AXES if self.context_sharded else ()
 
     @property
+    def tensor_axes(self) -> tuple[str, ...]:
+        """The mesh axes over which the residual stream is sharded beside them."""
+        return TENSOR_AXES if self.sequence_sharded else ()
+
+    @property
     def sequence(self) -> SequenceShard:
         """The tokens of the residual stream on this device."""
-        context_axes = self.context_axes
-        tensor_axes = TENSOR_AXES if self.sequence_sharded else ()
+        context_axes, tensor_axes = self.context_axes, self.tensor_axes
         return SequenceShard(
             whole_length=self.positions_BL.shape[1] * collectives.axis_size(context_axes),
             context_size=collectives.axis_size(context_axes),

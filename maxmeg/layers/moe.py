@@ -5,6 +5,7 @@ is dropped unless the spec sets a capacity.
 """
 
 import dataclasses
+import functools
 import typing
 
 import jax
@@ -16,8 +17,8 @@ from maxmeg.config.mixers import ExpertDrop, MoeConfig
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.setting import shared_values
-from maxmeg.distributed.experts.call import EXPERT_TENSOR_AXES, ExpertCall
-from maxmeg.layers.balance import TOKENS, balanced
+from maxmeg.distributed.experts.call import ExpertCall
+from maxmeg.layers.balance import DROPPED, TOKENS, balanced
 from maxmeg.layers.context import Context
 from maxmeg.layers.embedding import lookup
 from maxmeg.layers.linear import Linear
@@ -35,6 +36,7 @@ from maxmeg.ops.quantized import Quantized, Recipe
 from maxmeg.ops.random import normal, split
 from maxmeg.parallel import collectives
 from maxmeg.parallel.collectives import stored, unshard_parameter
+from maxmeg.parallel.mesh import EXPERT_TENSOR_AXES
 from maxmeg.parallel.parameter import annotate, info, parameter, state
 
 NORMS = ("router", "experts", "experts_out", "shared", "shared_out")
@@ -77,7 +79,7 @@ class MoeSpec(MlpSpec):
     """
 
     name = "moe"
-    writes = "shard"
+    reads = writes = "shard"
 
     routing: RoutingSpec = dataclasses.field(kw_only=True)
     shared_ffn_size: int = 0
@@ -104,6 +106,7 @@ class MoeSpec(MlpSpec):
     @classmethod
     def settings(cls, config: ModelConfig, parallel: ParallelConfig, mixer: str) -> dict:
         moe, base = config.moe, super().settings(config, parallel, mixer)
+        is_apart = parallel.expert_axis * parallel.context * parallel.fold > 1  # on other devices
         return base | {
             "ffn_size": config.expert_ffn,
             "gate_scale": 1.0,
@@ -112,7 +115,7 @@ class MoeSpec(MlpSpec):
             "capacity": moe.capacity_factor,
             "drop_by_weight": moe.drop_policy is ExpertDrop.weight,
             "pad": moe.pad_to_capacity,
-            "exchange": parallel.expert_exchange.value,
+            "exchange": parallel.expert_exchange.value if is_apart else "gather",
             "buffer": parallel.expert_buffer,
             "nodes": parallel.nodes_of_experts(moe.num_groups),
         }
@@ -157,9 +160,13 @@ class MoeSpec(MlpSpec):
 
     def widths(self, tensor: int = 1) -> Widths:
         """Of the shared expert and of the projection before the routed experts."""
-        widths = self.shared.widths() if self.shared_ffn_size else Widths()
-        latent = {"expert_latent": self.latent_size} if self.latent_size else {}
-        return dataclasses.replace(widths, replicated=latent)
+        D, latent, has_shared = self.hidden_size, self.latent_size, self.shared_ffn_size > 0
+        widths = self.shared.widths() if has_shared else Widths()
+        gathered = (D,) * has_shared
+        if self.exchange == "gather" and (latent or self.norm or not has_shared):
+            gathered += (latent or D,)
+        stored = widths.stored | ({"expert_latent": latent} if latent else {})
+        return dataclasses.replace(widths, stored=stored, gathered=gathered)
 
 
 class Experts(nnx.Module):
@@ -302,30 +309,33 @@ class Moe(Mixer):
 
     def __call__(
         self, h_BLD: Float[Array, "B L D"], ctx: Context, cache: None = None
-    ) -> tuple[Float[Array, "B M D"], None, dict]:
-        """Complete sums for the local sequence shard, no cache, and the values of `balanced`."""
+    ) -> tuple[Float[Array, "B L D"], None, dict]:
+        """Complete sums, no cache; values of `balanced`, and the number of dropped copies."""
         router_BLD, h_BLD, shared_input_BLD = self._inputs(h_BLD)
         logits_TE = self._logits(router_BLD, ctx)
         bias_E = None if self.bias is None else self.bias[...]
-        routing = route(logits_TE, self.spec.routing, bias_E, ctx.training)
-        call = ExpertCall(self.spec, self.experts, ctx.sequence_sharded)
-        weights_TK, aux = balanced(routing, logits_TE, h_BLD.shape[0], self, call.pieces, ctx)
+        routing = route(logits_TE, self.spec.routing, bias_E, ctx.training, ctx.tensor_axes)
+        weights_TK, aux = balanced(routing, logits_TE, h_BLD.shape[0], self, ctx)
         if self.expert_scale is not None:
             weights_TK *= self.expert_scale[...].astype(weights_TK.dtype)[routing.experts_TK]
         routing = Routing(self._of_tokens(routing.experts_TK, ctx), weights_TK)
-        if self.latent_down is None or self.latent_up is None:
-            y_BLD = call(h_BLD, routing)
-        else:
-            low_BLD = stored(self.latent_down(h_BLD, ctx), "expert_latent")
-            y_BLD = call(low_BLD, routing)
-            y_BLD = self.latent_up(y_BLD, ctx)
+        if self.latent_down is not None:
+            h_BLD = stored(self.latent_down(h_BLD, ctx), "expert_latent")
+        call = ExpertCall(self.spec, self.experts, ctx.sequence_sharded)
+        gather = functools.partial(collectives.gather_sequence, sharded=ctx.sequence_sharded)
+        reads_same = self.shared is not None and h_BLD is shared_input_BLD
+        sequence_BLD = h_BLD if self.shared is None else gather(shared_input_BLD)
+        if not call.is_exchanged:
+            h_BLD = sequence_BLD if reads_same else gather(h_BLD)
+        y_BLD, aux[DROPPED] = call(h_BLD, routing)
+        y_BLD = y_BLD if self.latent_up is None else self.latent_up(y_BLD, ctx)
         y_BLD = y_BLD if self.norms is None else self.norms["experts_out"](y_BLD)
         if self.shared is not None:
-            shared_BLD, _, _ = self.shared(shared_input_BLD, ctx)
+            shared_BLD, _, _ = self.shared(sequence_BLD, ctx)
+            shared_BLD = collectives.scatter_sequence(shared_BLD, ctx.sequence_sharded)
             if self.shared_gate is not None:
                 gate_BL1 = stored(self.shared_gate(shared_input_BLD, ctx), "shared_expert_gate")
                 shared_BLD *= broadcast(jax.nn.sigmoid(gate_BL1), shared_BLD.shape)
-            shared_BLD = collectives.scatter_sequence(shared_BLD, ctx.sequence_sharded)
             y_BLD += shared_BLD if self.norms is None else self.norms["shared_out"](shared_BLD)
         return y_BLD, cache, aux
 

@@ -13,6 +13,7 @@ AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
 MESH_AXES = (*AXES[:-1], "fold", "tensor")
 TENSOR_AXES = ("fold", "tensor")
 EXPERT_AXES = ("expert", "context", "fold")  # where experts lie
+EXPERT_TENSOR_AXES = ("tensor",)  # devices that share each expert
 BATCH_AXES = ("data", "fsdp", "expert")  # the batch dimension is sharded over these
 CONTEXT_AXES = ("context",)  # the sequence dimension of a batch is sharded over these
 TOKEN_AXES = (*BATCH_AXES, *CONTEXT_AXES)  # devices along these hold different tokens

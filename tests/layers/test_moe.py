@@ -12,14 +12,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from sharded_layers import TOLERANCE, check_equal, drawn, on_mesh
 
-from maxmeg.layers import balance
 from maxmeg.layers.context import Context
 from maxmeg.layers.mlp import Mlp
 from maxmeg.layers.moe import Moe, MoeSpec
 from maxmeg.ops.activation import GATED, activate
 from maxmeg.ops.experts.routing import RoutingSpec, Score
 from maxmeg.parallel import collectives
-from maxmeg.parallel.mesh import AXES, BATCH_AXES, make_mesh
+from maxmeg.parallel.mesh import AXES, BATCH_AXES, MESH_AXES, TENSOR_AXES, make_mesh
 from maxmeg.parallel.rules import storage_specs
 from maxmeg.parallel.spmd import spmd
 from maxmeg.parallel.trainable import trained
@@ -230,12 +229,17 @@ def expected(spec: MoeSpec, parts: tuple[int, int] = (1, 1), is_crowded: bool = 
     return y_BLD, *slopes
 
 
+def context(x_BLD: jax.Array) -> Context:
+    """The context of a sequence shard."""
+    length = x_BLD.shape[1] * collectives.axis_size(TENSOR_AXES)
+    return Context(jnp.zeros((len(x_BLD), length), int), microbatch_weight=WEIGHT)
+
+
 def on_devices(spec: MoeSpec, sizes: dict, fold: int, is_crowded: bool = False):
     """(what makes the same of the layer on a mesh, of what)."""
 
     def output(moe, x_BLD):
-        h_BLD = collectives.gather_sequence(x_BLD)
-        return moe(h_BLD, Context(jnp.zeros(h_BLD.shape[:2], int), microbatch_weight=WEIGHT))[0]
+        return moe(x_BLD, context(x_BLD))[0]
 
     moe = model(spec, is_crowded)
     return on_mesh(output, moe, sizes, fold), (moe, *inputs())
@@ -250,19 +254,34 @@ def test_output_and_gradients_are_those_of_a_loop_over_experts(name, fields, siz
     """Also where most tokens go in further rounds; dropped copies are those that each device,
     or each piece of a sequence that travels, has too many."""
     spec = dataclasses.replace(SPECS[name], **fields)
-    parts = sizes.get("expert", 1), 1 if spec.exchange == "gather" else fold
+    cut = spec.exchange != "gather" and sizes.get("expert", 1) * fold > 1
+    parts = sizes.get("expert", 1), sizes.get("tensor", 1) if cut else 1
     run, operands = on_devices(spec, sizes, fold, name == "crowded")
     wanted = expected(spec, parts if spec.capacity else (1, 1), name == "crowded")
     check_equal(run(*operands), wanted)
 
 
-def test_auxiliary_values_are_the_losses_without_coefficients():
+@pytest.mark.parametrize(
+    ("sizes", "kind", "parts"),
+    [
+        ({}, "auto", (1, 1)),
+        ({"expert": 2, "tensor": 2}, "auto", (2, 2)),
+        ({"expert": 2, "tensor": 2}, "gather", (2, 1)),
+    ],
+)
+def test_auxiliary_values_are_the_losses_without_coefficients(sizes, kind, parts):
     """Summed over copies of tokens, whatever the weight of the microbatch; they set the state."""
-    how = {"bias_balancing": True, "bias_rate": 0.5, "capacity": 0.5}
+    how = {"bias_balancing": True, "bias_rate": 0.5, "capacity": 0.5, "exchange": kind}
     moe, (x_BLD, _) = model(dataclasses.replace(SPECS["balanced"], **how)), inputs()
     moe.bias[...] = jnp.zeros(E)
-    ctx = Context(jnp.zeros((B, L), int), microbatch_weight=WEIGHT)
-    aux, wanted = jax.jit(lambda moe: (moe(x_BLD, ctx)[2], looped(moe, x_BLD)[1]))(moe)
+    mesh = make_mesh(dict.fromkeys(AXES, 1) | sizes, jax.devices()[: math.prod(sizes.values())])
+
+    def local(moe, x_BLD):
+        return collectives.sum_over(moe(x_BLD, context(x_BLD))[2], MESH_AXES)
+
+    specs = storage_specs(moe, mesh, zero1=False), P(BATCH_AXES, TENSOR_AXES)
+    aux = jax.jit(spmd(local, mesh, specs, P()))(moe, x_BLD)
+    wanted = jax.jit(lambda moe: looped(moe, x_BLD, parts)[1])(moe)
     assert aux.keys() == wanted.keys() and wanted["expert_dropped"] > 0
     for name, value in wanted.items():
         np.testing.assert_allclose(aux[name], value, rtol=TOLERANCE)
@@ -273,15 +292,21 @@ def test_auxiliary_values_are_the_losses_without_coefficients():
     assert not jax.tree.leaves(trained([moe.bias, moe.load]))
 
 
-@pytest.mark.parametrize("pieces", [1, 2, 4])
-def test_each_piece_of_the_sequence_drops_by_itself(pieces):
-    spec = dataclasses.replace(PLAIN, **HALF)
-    experts = np.random.default_rng(0).integers(0, E, (B, pieces, L // pieces, 2))
-    limit = math.ceil(B * L // pieces * 2 / E * spec.capacity)
-    counts = [np.bincount(experts[:, n].reshape(-1), minlength=E) for n in range(pieces)]
-    dropped_by = jax.jit(lambda experts_TK: balance.dropped(experts_TK, B, pieces, spec))
-    found = dropped_by(jnp.asarray(experts.reshape(-1, 2)))
-    assert float(found) == np.maximum(np.array(counts) - limit, 0).sum() > 0
+@pytest.mark.parametrize("fold", [1, 2])
+def test_devices_along_tensor_route_and_send_their_own_tokens(fold):
+    """The all-to-all moves the rows of a sequence shard; one product gives the logits of its
+    tokens. Devices that share experts gather what arrives."""
+    spec = dataclasses.replace(PLAIN, **sent("all_to_all", buffer=100.0))
+    run, operands = on_devices(spec, {"expert": 2, "tensor": 2}, fold)
+    text, tokens = run.lower(*operands).as_text(), B * L // 4
+    room = 2 * fold * tokens * min(2, E // (2 * fold))  # of all devices of experts
+    moved = re.findall(r"\"stablehlo.all_to_all.*\(tensor<([0-9x]+)xf32>\)", text)
+    assert sorted(moved) == sorted([f"{room}x{D}"] * 4 + [f"{room}x2"] * 2)
+    gathered = re.findall(r"\"stablehlo.all_gather.*-> tensor<([0-9x]+)xf32>", text)
+    arrived = [f"{2 * room}x{D}"] * 2 + [f"{2 * room}x2"]
+    assert sorted(gathered) == (sorted(arrived) if fold == 1 else [])
+    products = re.findall(rf"dot_general.* -> tensor<([0-9]+)x{E}xf32>", text)
+    assert set(products) == {str(tokens), str(D)}  # logits, and the router's gradient
 
 
 @pytest.mark.parametrize("fields", [{"pad": True}, {"backend": "batched"}], ids=str)

@@ -187,6 +187,7 @@ CASES |= {
         {},
         {"fsdp": 1, "expert": 2, "tensor": 2, "expert_exchange": ExpertExchange.gather},
     ),
+    "not sent": (EXPERTS | PADDED, {}, {"fsdp": 2, "tensor": 2}),
     "experts in a pipeline": (
         EXPERTS | {"num_layers": 2},
         MICRO,

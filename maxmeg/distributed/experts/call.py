@@ -36,8 +36,6 @@ from maxmeg.parallel import collectives
 from maxmeg.parallel.mesh import EXPERT_AXES, TOKEN_AXES
 
 GATHER_AXES = tuple(axis for axis in EXPERT_AXES if axis in TOKEN_AXES)
-# The two parts of tensor: devices with different experts, and devices that share each expert.
-EXPERT_FOLD_AXES, EXPERT_TENSOR_AXES = ("fold",), ("tensor",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,38 +53,42 @@ class ExpertCall:
         allowed = self.sequence_sharded and self.spec.exchange != "gather"
         return allowed and collectives.axis_size(EXPERT_AXES) > 1
 
-    @property
-    def pieces(self) -> int:
-        """Number of parts of the local sequence, to each of which the capacity applies."""
-        return collectives.axis_size(EXPERT_FOLD_AXES) if self.is_exchanged else 1
+    def __call__(self, h_BLD: Float[Array, "B M D"], routing: Routing) -> tuple[jax.Array, Array]:
+        """(weighted sums [B, L, D] of the routed experts' outputs for the local sequence shard,
+        number of copies that this device drops).
 
-    def __call__(self, h_BLD: Float[Array, "B L D"], routing: Routing) -> Float[Array, "B M D"]:
-        """Weighted sums of the routed experts' outputs for the local sequence shard."""
-        spec, top_k = self.spec, self.spec.routing.top_k
-        if not self.is_exchanged:
-            y_TD = self._gathered(h_BLD.reshape(-1, h_BLD.shape[-1]), routing)
-            return collectives.scatter_sequence(y_TD.reshape(h_BLD.shape), self.sequence_sharded)
-        rows = h_BLD.shape[0]
-        local = (h_BLD, *(array.reshape(rows, -1, top_k) for array in routing))
-        local = [collectives.local_part(array, EXPERT_FOLD_AXES, 1) for array in local]
-        x_TD, experts_TK, weights_TK = (a.reshape(-1, a.shape[-1]) for a in local)
-        routing = Routing(experts_TK, weights_TK)
+        routing: of the shard. h_BLD: the shard if `is_exchanged`, else the sequence gathered over
+        tensor. The capacity applies to its tokens.
+        """
+        is_exchanged, rows = self.is_exchanged, h_BLD.shape[0]
+        if self.sequence_sharded and not is_exchanged:
+            of_rows = (array.reshape(rows, -1, array.shape[-1]) for array in routing)
+            sequences = (collectives.gather_sequence(array) for array in of_rows)
+            routing = Routing(*(array.reshape(-1, array.shape[-1]) for array in sequences))
         places_TK, limit = self._places(routing)
+        combine = self._exchanged if is_exchanged else self._gathered
+        y_TD = combine(h_BLD.reshape(-1, h_BLD.shape[-1]), routing, places_TK, limit)
+        y_BLD, dropped = y_TD.reshape(h_BLD.shape), jnp.sum(places_TK >= limit, dtype=jnp.float32)
+        if is_exchanged:
+            return y_BLD, dropped
+        y_BLD = collectives.scatter_sequence(y_BLD, self.sequence_sharded)
+        return y_BLD, collectives.counted_once(dropped)
+
+    def _exchanged(self, x_TD, routing: Routing, places_TK, limit: int) -> Float[Array, "T D"]:
+        """Weighted sums of the outputs, with tokens sent to their experts."""
+        spec, (experts_TK, weights_TK) = self.spec, routing
         is_kept_TK, number = places_TK < limit, len(x_TD)
         exchange = self._exchange(number, limit)
         if spec.nodes > 1:
             sent = node_rows(number, spec.nodes, spec.routing, spec.buffer)
             direct = None if sent == number else exchange
             nodes = Nodes(self._exchange(number, limit, sent * spec.nodes), sent, direct)
-            y_TD = exchange_by_node(nodes, self.experts, x_TD, routing, is_kept_TK)
-        elif isinstance(exchange, Blocks):
+            return exchange_by_node(nodes, self.experts, x_TD, routing, is_kept_TK)
+        if isinstance(exchange, Blocks):
             plan = Places(experts_TK, places_TK)
-            y_TD = run_rounds(exchange, self.experts, x_TD, weights_TK, plan)
         else:
             plan = plan_dispatch(experts_TK, self.experts.up.shape[-3], is_kept_TK, exchange)
-            y_TD = run_rounds(exchange, self.experts, x_TD, weights_TK, plan)
-        y_BLD = y_TD.reshape(rows, -1, h_BLD.shape[-1])
-        return collectives.scatter(y_BLD, EXPERT_TENSOR_AXES, 1)
+        return run_rounds(exchange, self.experts, x_TD, weights_TK, plan)
 
     @property
     def _in_blocks(self) -> bool:
@@ -123,10 +125,9 @@ class ExpertCall:
         priority_TK = jax.lax.stop_gradient(weights_TK) if spec.drop_by_weight else None
         return places_in_experts(experts_TK, num_experts, priority_TK), limit
 
-    def _gathered(self, x_TD: Float[Array, "T D"], routing: Routing) -> Float[Array, "T D"]:
-        """As the call, with all-gathered tokens: partial sums over TENSOR_AXES."""
+    def _gathered(self, x_TD, routing: Routing, places_TK, limit: int) -> Float[Array, "T D"]:
+        """As `_exchanged`, with all-gathered tokens: partial sums over TENSOR_AXES."""
         count, devices = self.experts.up.shape[-3], collectives.axis_size(GATHER_AXES)
-        places_TK, limit = self._places(routing)
         blocks = self._blocks(len(x_TD), limit, senders=devices)
         sent_TK = places_TK if self._in_blocks else places_TK < limit
         x_TD, experts_TK, weights_TK, sent_TK = (

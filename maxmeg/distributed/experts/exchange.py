@@ -1,5 +1,9 @@
 """Expert parallelism: send each token's copies to the devices of its experts and sum the outputs.
 
+Every device sends the tokens of its sequence shard. Devices that share the columns of an expert
+gather the rows that each of them received, and reduce-scatter the outputs before these are sent
+back.
+
 A round sends a bounded number of rows. Copies that do not fit in it go in the next one, so nothing
 is dropped and memory does not depend on the expert loads. `Blocks` sends equal numbers of rows for
 every expert, `Exchange` equal numbers of rows to every device. The first round is differentiated by
@@ -32,7 +36,7 @@ from maxmeg.ops.experts.dispatch import (
 )
 from maxmeg.ops.quantized import Recipe
 from maxmeg.parallel import collectives
-from maxmeg.parallel.mesh import MESH_AXES
+from maxmeg.parallel.mesh import EXPERT_TENSOR_AXES, MESH_AXES
 from maxmeg.parallel.trainable import fixed, joined, trained
 
 EVERYWHERE = tuple(axis for axis in MESH_AXES if axis != collectives.PIPE_AXIS)
@@ -105,13 +109,14 @@ class Blocks:
         rows_EC = rows.reshape(self.experts, self.rows, *rows.shape[1:])
         groups = collectives.inside(self.axes, self.nodes)
         sent = collectives.exchange(rows_EC, self.axes, cut=0, joined=1, groups=groups)
-        return sent.reshape(rows.shape)
+        return collectives.gather(sent, EXPERT_TENSOR_AXES, 1).reshape(-1, *rows.shape[1:])
 
     def _send_back(self, rows):
         rows_EC = rows.reshape(self.experts // self.devices, -1, *rows.shape[1:])
+        rows_EC = collectives.scatter(rows_EC, EXPERT_TENSOR_AXES, 1)
         groups = collectives.inside(self.axes, self.nodes)
         sent = collectives.exchange(rows_EC, self.axes, cut=1, joined=0, groups=groups)
-        return sent.reshape(rows.shape)
+        return sent.reshape(-1, *rows.shape[1:])
 
 
 def kept_weights(weights_R: jax.Array, nodes: int) -> jax.Array:
@@ -165,7 +170,8 @@ class DispatchPlan(NamedTuple):
 class Exchange:
     """An exchange between the devices along `axes`, inside each of `nodes` equal parts.
 
-    rows: rows that a device receives per round, an equal number from each device.
+    rows: rows that a device receives per round, an equal number from each device, before those of
+    EXPERT_TENSOR_AXES are gathered.
     one_suffices: whether every copy fits in one round, however uneven the loads are.
     """
 
@@ -185,8 +191,8 @@ class Exchange:
 
     def run(self, number, experts, x_TD, weights_TK, plan: DispatchPlan) -> Float[Array, "T D"]:
         """Output of the copies sent in round `number`."""
-        order, send = self._round(plan, number)
-        route = Route(order, send, send, experts.dispatch)
+        order, send = self._order(number, plan), Partial(self._send)
+        route = Route(order, send, Partial(self._send_back), experts.dispatch)
         received = route.dispatch(x_TD, self.nodes)
         # Rows without a copy get the label 0, also rows that do not arrive.
         labels = (weights_TK, (plan.local_TK + 1).astype(weights_TK.dtype))
@@ -199,16 +205,22 @@ class Exchange:
         y_RD = experts(rows.values_RD, local_order.sizes_E, weights_R, rows.codes)
         return route.combine(collect(y_RD, local_order))
 
-    def _round(self, plan: DispatchPlan, number) -> tuple[Order, Send]:
-        """(order of the rows of one round, function that sends them, and their outputs back). Rows
-        without a copy arrive as zeros."""
+    def _order(self, number, plan: DispatchPlan) -> Order:
+        """The order of the rows of one round. Rows without a copy arrive as zeros."""
         width = self.rows // self.devices
         is_now_TK = plan.places_TK // width == number
         places_TK = jnp.where(is_now_TK, plan.places_TK % width, width)
-        order = pad_experts(plan.devices_TK, places_TK, self.devices, width)
+        return pad_experts(plan.devices_TK, places_TK, self.devices, width)
+
+    def _send(self, rows):
         groups = collectives.inside(self.axes, self.nodes)
-        send = Partial(functools.partial(collectives.exchange, axes=self.axes, groups=groups))
-        return order, send
+        sent = collectives.exchange(rows, self.axes, groups=groups)
+        return collectives.gather(sent, EXPERT_TENSOR_AXES, 0)
+
+    def _send_back(self, rows):
+        groups = collectives.inside(self.axes, self.nodes)
+        rows = collectives.scatter(rows, EXPERT_TENSOR_AXES, 0)
+        return collectives.exchange(rows, self.axes, groups=groups)
 
 
 def make_exchange(

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from maxmeg.ops.random import random_bits, uniform_of
+from maxmeg.parallel import collectives
 
 SINKHORN_TOLERANCE = 1e-4  # mean relative change of the column factors
 SINKHORN_STEPS = 200
@@ -104,11 +105,12 @@ def route(
     spec: RoutingSpec,
     bias_E: Float[Array, " E"] | None = None,
     training: bool = True,
+    axes: tuple[str, ...] = (),
 ) -> Routing:
     """The chosen experts and their weights, which are differentiable in the logits.
 
     bias_E: added to the scores when experts are chosen, not to their weights. training: apply
-    Sinkhorn's algorithm over these tokens if spec.sinkhorn.
+    Sinkhorn's algorithm if spec.sinkhorn, over these tokens and those of the devices along `axes`.
     """
     logits_TE = logits_TE.astype(jnp.float32)
     softmax_last = spec.score is Score.softmax and not spec.softmax_before_topk
@@ -116,7 +118,8 @@ def route(
     choice_TE = scores_TE if bias_E is None else scores_TE + bias_E.astype(jnp.float32)
     choice_TE = jax.lax.stop_gradient(choice_TE)
     if spec.sinkhorn and training:
-        choice_TE = sinkhorn(jax.lax.stop_gradient(logits_TE))
+        choice_TE = sinkhorn(collectives.gather(jax.lax.stop_gradient(logits_TE), axes, 0))
+        choice_TE = collectives.local_part(choice_TE, axes, 0)
     elif spec.num_groups > 1:
         choice_TE = jnp.where(of_kept_groups(choice_TE, spec), choice_TE, -jnp.inf)
     if spec.force_balance:

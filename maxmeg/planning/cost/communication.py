@@ -170,7 +170,8 @@ def _experts(work: Workload) -> Iterator[Traffic]:
     """Copies of tokens and sums of outputs, if experts lie on several devices.
 
     Exchange: rows and their labels are sent to the experts, outputs back, and all gradients; rows
-    and labels again if they are not stored. With train.quantization.dispatch, rows and gradients
+    and labels again if they are not stored. Devices that share experts gather what arrives, and
+    scatter the sums that go back. With train.quantization.dispatch, rows and gradients
     that are sent to experts have 8 bits. Unbalanced loads may need further rounds, which are left
     out; blocks need no counts of copies. By nodes: the same twice, between nodes and inside one.
     Gather: vectors and labels are gathered and sums scattered; backward gathers again, with all
@@ -179,15 +180,20 @@ def _experts(work: Workload) -> Iterator[Traffic]:
     if not any(unit.sparse for unit in work.units):
         return
     dispatch, axes = experts.dispatch_of(work), experts.axes(work)
-    if not axes:
-        return
     sparse = sum(unit.sparse * runs for unit, runs in zip(work.units, work.unit_runs, strict=True))
     forward, backward = work.lanes.forward * sparse, work.lanes.backward * sparse
     name, vectors, labels = " x ".join(axes), dispatch.vectors, dispatch.labels
     if dispatch.gathers:
+        ordered = dispatch.in_blocks and "dispatch_order" in work.saved  # only weights once more
+        if work.axes["tensor"] > 1:
+            chosen, count = FLOAT32 * dispatch.balanced_rows, 1 if ordered else 2
+            yield entry("tensor", "experts and weights", GATHER, forward, 2 * chosen, 2)
+            yield entry("tensor", "experts and weights", GATHER, backward, count * chosen, count)
+            yield entry("tensor", "experts and weights", SCATTER, backward, chosen)
+        if not axes:
+            return
         yield entry(name, EXCHANGED_FORWARD, GATHER, forward, vectors + labels, 4)
         yield entry(name, EXCHANGED_FORWARD, SCATTER, forward, vectors)
-        ordered = dispatch.in_blocks and "dispatch_order" in work.saved  # only weights once more
         count, repeated = (3, dispatch.weights) if ordered else (5, labels)
         yield entry(name, EXCHANGED_BACKWARD, GATHER, backward, 2 * vectors + repeated, count)
         yield entry(name, EXCHANGED_BACKWARD, SCATTER, backward, vectors + dispatch.weights, 2)
@@ -199,11 +205,21 @@ def _experts(work: Workload) -> Iterator[Traffic]:
         size = vectors + (1 + repeats) * (packed + labels)
         yield entry(name, EXCHANGED_BACKWARD, ALL_TO_ALL, backward, size, 3 + 2 * repeats)
 
+    def joined(vectors: int, labels: int, repeats: int) -> Iterator[Traffic]:
+        packed = int(dispatch.sent * vectors)
+        yield entry("tensor", EXCHANGED_FORWARD, GATHER, forward, packed + labels, 2)
+        yield entry("tensor", EXCHANGED_FORWARD, SCATTER, forward, vectors)
+        size = packed + repeats * (packed + labels)
+        yield entry("tensor", EXCHANGED_BACKWARD, GATHER, backward, size, 1 + 2 * repeats)
+        yield entry("tensor", EXCHANGED_BACKWARD, SCATTER, backward, vectors + labels, 2)
+
     repeats = int("dispatched_tokens" not in work.saved)
     if dispatch.node_rows:
         yield from exchanged(name + BETWEEN, dispatch.node_vectors, dispatch.node_labels, repeats)
         name, repeats = name + INSIDE, 1  # what arrives inside a node is not stored
     yield from exchanged(name, vectors, labels, repeats)
+    if dispatch.joined > 1:
+        yield from joined(dispatch.joined * vectors, dispatch.joined * labels, repeats)
     counted = forward + (0 if "dispatch_counts" in work.saved else backward)
     if not dispatch.in_blocks:
         yield entry(name, "how many copies", GATHER, counted, dispatch.counts)

@@ -24,10 +24,10 @@ from maxmeg.planning.hardware import Cluster
 class Dispatch:
     """Dispatch of one layer and microbatch on a device.
 
-    tokens: tokens that the device sends: T; T / t if every device along tensor sends its own, to
-    experts that are not cut. devices: number of devices that it exchanges with or gathers from.
-    local_experts: number of experts on a device. itemsize: bytes of an element of the computation's
-    dtype. shards: number of devices that share the columns of one expert.
+    tokens: tokens that the device sends: T / t, those of its sequence shard; T in a gather.
+    devices: number of devices that it exchanges with or gathers from. local_experts: number of
+    experts on a device. itemsize: bytes of an element of the computation's dtype. shards: number of
+    devices that share the columns of one expert.
     backend, reason: of `choose_backend`. node_rows: rows sent to each node, if each token is sent
     to a node once; 0: tokens go to devices directly. sent: bytes of a vector that is sent to
     experts over those of one that they send back.
@@ -79,6 +79,11 @@ class Dispatch:
         return self.devices == 1 or self.spec.exchange == "gather"
 
     @property
+    def joined(self) -> int:
+        """Number of devices along tensor whose received rows are gathered for their experts."""
+        return 1 if self.gathers else self.shards
+
+    @property
     def in_blocks(self) -> bool:
         return self.backend == BATCHED
 
@@ -98,21 +103,23 @@ class Dispatch:
     def max_rows(self) -> int:
         """Rows under the most unbalanced load: min(K, local experts) for every token; in blocks
         `limit` for every expert."""
+        senders = self.joined * self.devices
         if self.in_blocks:
-            return self.devices * self.local_experts * self.limit
-        tokens = self.devices * self.tokens  # also if they come by nodes, all to one device
+            return senders * self.local_experts * self.limit
+        tokens = senders * self.tokens  # also if they come by nodes, all to one device
         return tokens * min(self.spec.routing.top_k, self.local_experts)
 
     @property
     def rows(self) -> int:
         """N. Blocks: those of a round. Gather: the most that are possible. Exchange: the rows of
         one round, `buffer` times the mean load, divided evenly over the sending devices."""
+        senders = self.joined * self.devices
         if self.in_blocks:
-            return self.devices * self.local_experts * self.block
+            return senders * self.local_experts * self.block
         if self.gathers:
             return self.max_rows
         round_rows = self.spec.buffer * self.balanced_rows
-        return min(self.devices * math.ceil(round_rows / self.devices), self.max_rows)
+        return min(senders * math.ceil(round_rows / senders), self.max_rows)
 
     @property
     def in_rounds(self) -> bool:
@@ -128,13 +135,13 @@ class Dispatch:
 
     @property
     def balanced_rows(self) -> int:
-        """Rows under balanced load, T K."""
-        return self.tokens * self.spec.routing.top_k
+        """Rows under balanced load, T K; T K / t if experts are not cut over tensor."""
+        return self.joined * self.tokens * self.spec.routing.top_k
 
     @property
     def vectors(self) -> int:
         """Bytes of the vectors in one collective."""
-        rows = self.devices * self.tokens if self.gathers else self.rows
+        rows = self.devices * self.tokens if self.gathers else self.rows // self.joined
         return self.itemsize * rows * self.width
 
     @property
@@ -149,7 +156,7 @@ class Dispatch:
         if self.gathers:
             place = FLOAT32 if self.in_blocks else 1
             return 2 * self.weights + place * self.devices * self.balanced_rows
-        return (1 if self.in_blocks else 2) * FLOAT32 * self.rows
+        return (1 if self.in_blocks else 2) * FLOAT32 * self.rows // self.joined
 
     @property
     def counts(self) -> int:
@@ -164,7 +171,7 @@ def dispatch_of(work: Workload) -> Dispatch:
     among = work.axes["expert"] * work.axes["context"]  # devices with other experts and tokens
     dispatch = Dispatch(
         spec,
-        tokens=work.tokens // (tensor if folded(work) else 1),
+        tokens=work.tokens // (1 if spec.exchange == "gather" else tensor),
         devices=among if spec.exchange == "gather" else among * parallel.fold,
         local_experts=spec.routing.num_experts // (among * parallel.fold),
         itemsize=work.itemsize,
@@ -185,26 +192,21 @@ def dispatch_of(work: Workload) -> Dispatch:
     return dataclasses.replace(dispatch, backend=backend, reason=reason, node_rows=rows, sent=sent)
 
 
-def folded(work: Workload) -> bool:
-    """Whether each device along tensor sends its own tokens, to experts that are not cut."""
-    parallel = work.config.parallel
-    return parallel.fold > 1 and parallel.expert_exchange.value != "gather"
-
-
 def axes(work: Workload) -> tuple[str, ...]:
     """Mesh axes along which tokens are sent to experts."""
-    names = ("expert", "context", *("tensor",) * folded(work))
+    dispatch = dispatch_of(work)
+    names = ("expert", "context", *("tensor",) * (dispatch.shards == 1 and not dispatch.gathers))
     return tuple(name for name in names if work.axes[name] > 1)
 
 
 def sums(work: Workload, unit: Unit) -> tuple[int, ...]:
-    """Number of outputs that each sublayer scatters over tensor: one; for experts one if they
-    are cut over tensor, and one for a shared expert."""
+    """Number of outputs that each sublayer scatters over tensor: one; for experts one if their
+    tokens are gathered, and one for a shared expert."""
     counts = []
     for spec in unit.specs:
-        partial = [mixer for mixer in spec.mixers if mixer.writes == "whole"]
         shared = any(getattr(mixer, "shared_ffn_size", 0) for mixer in spec.mixers)
-        counts.append(1 if partial else int(not folded(work)) + shared)
+        sparse = all(mixer.name == "moe" for mixer in spec.mixers)
+        counts.append(int(dispatch_of(work).gathers) + shared if sparse else 1)
     return tuple(counts)
 
 
@@ -232,8 +234,9 @@ def stored_bytes(work: Workload, unit: Unit) -> int:
     dispatch = dispatch_of(work)
     size = unit.sparse * work.itemsize * dispatch.rows * dispatch.columns
     if "dispatched_tokens" in work.saved and not dispatch.gathers:
-        vectors = int(dispatch.sent * (dispatch.node_vectors or dispatch.vectors))
-        size += unit.sparse * (vectors + (dispatch.node_labels or dispatch.labels))
+        vectors = dispatch.node_vectors or dispatch.joined * dispatch.vectors
+        labels = dispatch.node_labels or dispatch.joined * dispatch.labels
+        size += unit.sparse * (int(dispatch.sent * vectors) + labels)
     return size
 
 
