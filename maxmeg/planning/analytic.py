@@ -19,7 +19,8 @@ The time of one device:
 - If tensor exceeds the number of key/value heads, several devices project the same head.
 - Communication takes time of its own, except what XLA runs beside matrix products. Collectives over
   fsdp are hidden up to the time of the layers' products and attention, but the first gathers of a
-  layer never are (as "exposed" in `plan --compile` shows). Those of ZeRO-1 for layers are hidden up
+  layer never are (as "exposed" in `plan --compile` shows); products of layers with experts by
+  kernels count half. Those of ZeRO-1 for layers are hidden up
   to what this leaves of the time of one tick. One direction of the dispatch to experts is hidden up
   to the time of the shared expert.
 - Under context parallelism a device has an equal share of every sequence and of its attention.
@@ -44,10 +45,16 @@ from maxmeg.planning.cost.attention import (
     surplus,
 )
 from maxmeg.planning.cost.communication import traffic
-from maxmeg.planning.cost.experts import shared_seconds, streamed, surplus_seconds
+from maxmeg.planning.cost.experts import (
+    dispatch_of,
+    shared_seconds,
+    sparse_share,
+    streamed,
+    surplus_seconds,
+)
 from maxmeg.planning.cost.flops import MULTIPLY_ADD, products_and_scores, training_flops
 from maxmeg.planning.cost.loss import FLOAT32
-from maxmeg.planning.cost.memory import activations_by_mode, device_memory, head
+from maxmeg.planning.cost.memory import activations, activations_by_mode, device_memory, head
 from maxmeg.planning.cost.offload import host_memory, offload_seconds
 from maxmeg.planning.cost.optimizer import is_halved, newton_schulz_flops, soap_flops, state_bytes
 from maxmeg.planning.cost.parameters import parameter_counts
@@ -64,6 +71,7 @@ BACKWARD_SCORES = 2.5  # attention's backward recomputes the scores: five produc
 # Share of what is sent along an axis that the other lane's products hide, of compiled steps of
 # Llama 3 8B and DeepSeek-V3 (benchmarks/NOTES.md, "Lanes together").
 HIDDEN_BESIDE = {"tensor": 0.6, "expert": 0.25}
+HIDDEN_BY_KERNELS = 0.5  # of products; of compiled steps of Mixtral 8x7B ("Lanes and gathers")
 HIDDEN_FORWARD = (communication.PARAMETERS_FORWARD,)
 HIDDEN_BACKWARD = (communication.PARAMETERS_BACKWARD, communication.LAYER_GRADIENTS)
 
@@ -102,9 +110,11 @@ def analyze_work(work: Workload, cluster: Cluster) -> Analytic:
     bubble = layers * (ticks + lanes.weight * lane.weight) - ideal
     compute = ideal + work.microbatches * ends_seconds(work, cluster)
     compute += update_seconds(work, cluster)
+    compute += (gathered_bytes(work) + lanes_bytes(work)) / cluster.memory_rate
     products = product_seconds(work, cluster)
-    forward = units * layers * products.forward
-    backward = units * layers * (products.backward + products.weight)
+    hiding = units * layers * hiding_share(work)
+    forward = hiding * products.forward
+    backward = hiding * (products.backward + products.weight)
     shared = units * layers * shared_seconds(work, cluster) if model.has("moe") else 0.0
     exposed = exposed_seconds(carried, forward, backward, shared, units)
     exposed -= context.hidden_seconds(work, cluster, BACKWARD_SCORES)
@@ -173,7 +183,32 @@ def lanes_hide(work: Workload, carried: tuple[Traffic, ...]) -> float:
     if parallel.lanes is not LaneOrder.together or work.microbatches == 1:
         return 0.0
     both = max(0, lanes.forward - parallel.pipe * parallel.chunks) / lanes.forward
-    return both * sum(entry.seconds * HIDDEN_BESIDE.get(entry.axis, 0.0) for entry in carried)
+    shares = (HIDDEN_BESIDE.get(entry.axis.split(" ")[0].rstrip(","), 0.0) for entry in carried)
+    return both * sum(entry.seconds * share for entry, share in zip(carried, shares, strict=True))
+
+
+def hiding_share(work: Workload) -> float:
+    """Share of the products' time that hides communication: all, but in layers with experts by
+    kernels, which XLA's scheduler takes as free, HIDDEN_BY_KERNELS."""
+    kernels = work.config.model.has("moe") and dispatch_of(work).backend == "mosaic"
+    return 1 - kernels * sparse_share(work) * (1 - HIDDEN_BY_KERNELS)
+
+
+def lanes_bytes(work: Workload) -> float:
+    """Bytes of stored activations that lanes together move once more: of a microbatch in each tick
+    of forward (compiled steps of Llama 3 8B: benchmarks/NOTES.md, "Lanes and gathers")."""
+    lanes = work.lanes
+    if work.config.parallel.lanes is not LaneOrder.together or work.microbatches == 1:
+        return 0.0
+    return lanes.forward * activations(work) / (lanes.slots + lanes.deferred)
+
+
+def gathered_bytes(work: Workload) -> int:
+    """Bytes that ZeRO-1 moves once a step for the layers, beside its collectives: gathered weights
+    are copied into the array of all, and gradients written in float32 before they are scattered."""
+    cut = (s for s in layer_shards(work) if s.trained and s.zero1_axes)
+    each = 3 * work.itemsize + FLOAT32
+    return each * sum(max(0, shard.computed - shard.stored) for shard in cut)
 
 
 def layer_seconds(work: Workload, cluster: Cluster) -> LayerSeconds:

@@ -14,7 +14,13 @@ from maxmeg.config.recompute import POLICIES
 from maxmeg.config.validate import head_problems
 from maxmeg.pipeline.schedule import SCHEDULES
 from maxmeg.planning import analytic
-from maxmeg.planning.analytic import analyze, exposed_seconds, layer_seconds, product_seconds
+from maxmeg.planning.analytic import (
+    analyze,
+    exposed_seconds,
+    gathered_bytes,
+    layer_seconds,
+    product_seconds,
+)
 from maxmeg.planning.cost.flops import training_flops
 from maxmeg.planning.cost.parameters import num_parameters
 from maxmeg.planning.cost.workload import workload
@@ -83,7 +89,7 @@ def test_lanes_together_hide_communication_in_ticks_that_have_both():
             for order in (LaneOrder.apart, LaneOrder.together)
         )
         assert together.bubble_fraction == apart.bubble_fraction
-        assert together.compute_seconds == apart.compute_seconds
+        assert apart.compute_seconds < together.compute_seconds < 1.03 * apart.compute_seconds
         assert sum(together.memory.values()) > sum(apart.memory.values())
         saved.append(1 - together.communication_seconds / apart.communication_seconds)
     assert 0 < saved[0] < saved[1] < 1
@@ -157,3 +163,40 @@ def test_blockwise_products_are_eight_bit_ones_where_the_kernel_runs():
     with pytest.raises(ValueError, match="mosaic cannot run: it needs a Hopper GPU"):
         config.train.quantization.backend = BlockBackend.mosaic
         analyze(config, parse_cluster("b200x8"))
+
+
+def test_weights_that_are_gathered_once_a_step_are_copied():
+    """In bfloat16, read and written, and one more array of gradients; none under fsdp alone."""
+    moved = {
+        name: gathered_bytes(workload(of("llama3-8b", 8, 1, 1, **sizes), 8))
+        for name, sizes in {
+            "fsdp": {"fsdp": 8},
+            "data": {"data": 8, "fsdp": 1},
+            "whole": {"data": 8, "fsdp": 1, "zero1": False},
+        }.items()
+    }
+    layers = 32 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336)
+    assert moved["fsdp"] == moved["whole"] == 0
+    assert moved["data"] == pytest.approx(10 * layers * 7 / 8, rel=1e-3)
+
+
+def test_products_beside_experts_by_kernels_hide_less(monkeypatch):
+    exposed = {}
+    for share in (0.5, 1.0):
+        monkeypatch.setattr(analytic, "HIDDEN_BY_KERNELS", share)
+        for name in ("llama3-8b", "mixtral-8x7b"):
+            report = analyze(of(name, 64, 1, 4, fsdp=64), parse_cluster("h100x64"))
+            exposed[name, share] = report.communication_seconds
+    assert exposed["llama3-8b", 0.5] == exposed["llama3-8b", 1.0]
+    assert exposed["mixtral-8x7b", 0.5] > 1.2 * exposed["mixtral-8x7b", 1.0]
+
+
+def test_lanes_hide_exchanges_by_nodes_too():
+    sizes = {"pipe": 16, "data": 4, "expert": 16, "pad_layers": True}
+    apart, together = (
+        analyze(
+            of("deepseek-v3", 1024, 1, 64, "full", lanes=lanes, **sizes), parse_cluster("h100x1024")
+        )
+        for lanes in ("apart", "together")
+    )
+    assert together.communication_seconds < 0.9 * apart.communication_seconds
