@@ -80,12 +80,13 @@ def chosen_words(config: Config, gpus: Cluster | None) -> str:
         return ""
     for path, values in VALUES.items():
         value, name = get(config, path), path.rpartition(".")[2]
-        for each in values if value in values else ():
+        value = value if value in values else values[0]
+        for each in values:
             other = candidate_of(with_fields(config, {path: each}), gpus)
             if other and other.analytic != now.analytic:
                 time = other.analytic.step_seconds / now.analytic.step_seconds - 1
                 size = (other.analytic.total - now.analytic.total) / GIB
-                cost = f"{each.value}: {100 * time:+.1f} % time, {size:+.1f} GiB"
+                cost = f"{each.value}: {100 * time:+.1f} % time, {round(size, 1) + 0.0:+.1f} GiB"
                 words.append(f"{name}={value.value} ({cost})")
     if config.parallel.lanes is LaneOrder.together and not now.analytic.fits:
         words.append(f"too large: {now.analytic.total / GIB:.1f} GiB{_policy(config, gpus)}")
