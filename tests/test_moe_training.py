@@ -221,7 +221,7 @@ def test_adapters_leave_the_experts_frozen_and_the_bias_exact():
     config.lora = LoraConfig(rank=2, targets=("mixers.*",))
     model = jax.eval_shape(lambda: language_model(jax.random.key(0), config))
     arrays = to_arrays(frozen(model))
-    experts = [array for name, array in arrays.items() if ".experts." in name]
+    experts = [array for name, array in arrays.items() if ".moe.experts." in name]
     (bias,) = (array for name, array in arrays.items() if name.endswith("moe.bias"))
     assert len(experts) == 3 and all(array.dtype == jnp.bfloat16 for array in experts)
     assert bias.dtype == jnp.float32
