@@ -66,6 +66,8 @@ SYNONYMS = {
     "parallel.pipe": "pp pipeline pipeline_parallel_size pipeline_parallel_degree"
     " ici_pipeline_parallelism",
     "parallel.fsdp": "data_parallel_shard_degree fsdp_size ici_fsdp_parallelism",
+    "parallel.fsdp_gather": "reshard_after_forward fsdp_reshard_after_forward"
+    " data_parallel_sharding_strategy",
     "parallel.data": "dp data_parallel_size data_parallel_replicate_degree ici_data_parallelism",
     "parallel.expert": "ep expert_parallel_size expert_parallel_degree ici_expert_parallelism",
     "checkpoint.init_from": "model_name_or_path pretrained_model_name_or_path"
