@@ -75,7 +75,7 @@ def owner_problems(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str
     if others:
         yield (
             f"parallel.context_chunks={chunks} is for context_strategy=gather, whose kernels skip "
-            f"what no query sees, not for {', '.join(sorted(others))}: set one of them alone"
+            f"masked blocks, not for {', '.join(sorted(others))}: set one of them alone"
         )
     if model.has("conv", "mamba", *DELTA):
         yield (

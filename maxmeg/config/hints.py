@@ -168,7 +168,9 @@ def nearest_few(name: str, names: Sequence[str], count: int = 3) -> str:
 
 def hub_command(name: str) -> str:
     """Return " (... command ...)" that downloads `name` if it looks like a model on the Hugging
-    Face Hub, else ""."""
+    Face Hub, or converts it if it is a GGUF file, else ""."""
+    if name.endswith(".gguf"):
+        return f" (a GGUF file is converted first: maxmeg convert --input={name} --output=FOLDER)"
     owner, _, model = name.partition("/")
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) or owner in _ROOTS or os.path.exists(owner):
         return ""

@@ -107,8 +107,8 @@ class Engine:
     on a CPU at least 2. pages: number of KV-cache pages per replica; 0: as many as max_num_seqs and
     memory allow. block_size: number of tokens per page. chunk: number of tokens of a prompt that
     are read at once, on a CPU at most 64. prefill_tokens: largest number of prompt tokens that are
-    read while other requests wait for their next token. share: prefix caching, prompts with the
-    same beginning share its pages. num_speculative_tokens: speculative decoding, number of draft
+    read while other requests wait for their next token. share: prefix caching, reuse the KV
+    cache of a common prompt prefix. num_speculative_tokens: speculative decoding, number of draft
     tokens per step: fewer steps, and the same reply but for rounding. They come from the model's
     MTP layers, one from each, or if it has none from the text before (`NGrams`). The prompt of an
     encoder-decoder is its source, which is read at once, and is not shared. ValueError for a model

@@ -55,7 +55,7 @@ class Programs:
     """The programs for a model; `allocate` makes their arrays.
 
     lanes, pages: numbers of them on one replica; pages=0: as many as lanes and memory allow. slots:
-    number of tokens in a page. row_pages: largest number of pages that a request can have. chunk:
+    number of tokens per page. row_pages: largest number of pages that a request can have. chunk:
     number of prompt tokens that one prefill step reads. proposals: number of proposed tokens that
     one decode step checks in each lane; the first MTP layers make them, if the model has any.
     """

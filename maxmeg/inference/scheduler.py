@@ -97,7 +97,7 @@ class Token:
 @dataclasses.dataclass(frozen=True)
 class Limits:
     """replicas: number of copies of the model, each with its own lanes and pages. lanes, pages:
-    numbers of them on one replica. slots: number of tokens in a page. chunk: number of prompt
+    numbers of them on one replica. slots: number of tokens per page. chunk: number of prompt
     tokens that one prefill step reads, a multiple of slots. chunks: largest number of prefill steps
     between two decode steps. shares: whether requests share pages.
     """

@@ -244,6 +244,25 @@ def test_objectives_that_do_not_read_weights_refuse_them(corpus, objective):
 
 
 @pytest.mark.parametrize("case", ["native", "best_fit", "pairs"])
+def test_a_train_split_without_a_loss_is_refused(corpus, caplog, case):
+    """Another split is warned of."""
+    pairs = {"objective": Objective.seq2seq, "source_length": LENGTH}
+    paths = (corpus,) * (1 + (case == "pairs"))
+    data = settings(*paths, **(pairs if case == "pairs" else READ[case]))
+    data.split = "1,1,0"
+    caplog.set_level(logging.WARNING, "maxmeg")
+    for weighted in ([], [len(SIZES) - 1]):
+        np.save(f"{corpus}.weights.npy", np.float32(np.isin(np.arange(len(SIZES)), weighted)))
+        with pytest.raises(ValueError, match=r"all .* train split of .*a have weight 0 .*npy\)"):
+            opened(data)
+    np.save(f"{corpus}.weights.npy", np.float32(np.arange(len(SIZES)) == 0))
+    opened(data)
+    assert not caplog.records
+    opened(data, split=1)
+    assert "all documents of the validation split" in caplog.text
+
+
+@pytest.mark.parametrize("case", ["native", "best_fit", "pairs"])
 def test_changed_weights_are_noticed_on_resumption(corpus, caplog, case):
     pairs = {"objective": Objective.seq2seq, "source_length": LENGTH}
     paths = (corpus,) * (1 + (case == "pairs"))

@@ -166,6 +166,10 @@ ROWS = {
     "no utf-8": (b'{"messages": "\xff"}', "invalid UTF-8 at byte 14"),
     "deep": (b"[" * 100_000, "too deeply|invalid JSON"),
     "a list": ([USER], "a row must be an object, not "),
+    "a null": (
+        {"instruction": "x", "output": None},
+        r"its fields \(instruction; null: output\) fit no form of a chat",
+    ),
     "no form": ({"text": "x", "output": ""}, r"its fields \(text, output\) fit no form of a chat"),
     "none": ({"messages": []}, r"messages=\[\] is not a list of messages"),
     "a text": ({"messages": "x"}, "messages='x' is not JSON"),

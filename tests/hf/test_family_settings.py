@@ -37,6 +37,16 @@ def test_both_forms_of_rotary_settings_give_the_same_model():
         assert model == model_config(new) == model_config(both)
 
 
+def test_global_layers_of_gemma_4_may_have_the_heads_of_local_ones():
+    """transformers then writes an empty per_layer_config, and no global_head_dim."""
+    config = published("gemma4-e2b")["text_config"]
+    config = {k: v for k, v in config.items() if k != "global_head_dim"}
+    model = model_config(config | {"architectures": ["Gemma4ForCausalLM"], "per_layer_config": {}})
+    heads = model.attention
+    assert (heads.head_dim, heads.num_kv_heads) == (heads.local_head_dim, heads.local_kv_heads)
+    assert heads.head_dim == config["head_dim"]
+
+
 WINDOWS = {  # keys of Qwen 3 -> (window, layers)
     "none": ({}, (0, "*(attention,mlp)")),
     "all": (

@@ -30,7 +30,9 @@ def read_conversation(row: Row) -> tuple[str, Conversation]:
     name = form_of(row)
     if not name:
         forms = "; ".join(f"{name}: {', '.join(fields)}" for name, (fields, _) in FORMS.items())
-        fields = ", ".join(row) or "none"
+        null = [field for field, value in row.items() if value is None]
+        fields = ", ".join(field for field in row if field not in null) or "none"
+        fields += f"; null: {', '.join(null)}" if null else ""
         raise ValueError(f"its fields ({fields}) fit no form of a chat ({forms})"[:500])
     return name, FORMS[name][1](row)
 

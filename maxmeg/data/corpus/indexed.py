@@ -168,6 +168,12 @@ class IndexedDataset:
         documents = np.searchsorted(self.document_indices, sequences, side="right") - 1
         return np.asarray(self.weights[documents])
 
+    def has_loss(self, begin: int, end: int) -> bool:
+        """Whether a document of the sequences [begin, end) has another weight than 0."""
+        if self.weights is None:
+            return True
+        return bool(self.weights[self.document_of(begin) : self.document_of(end - 1) + 1].any())
+
     def document_starts(self) -> np.ndarray:
         """Positions in `tokens` at which documents start, and the end: [num_documents + 1]."""
         last = len(self) - 1

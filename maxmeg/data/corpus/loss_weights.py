@@ -4,7 +4,8 @@ The file holds a float32 weight for each document, as numpy.save writes it. A co
 file has weights 1.
 """
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ FIELD, SUFFIX = "weight", ".weights.npy"
 LEAST, MOST = 1e-6, 1e3  # of a row, a message or a document with a loss
 _RULE = f"must be 0, or a number from {LEAST:g} to {MOST:g}"
 _SHOWN = 80  # characters of a value in an error
+logger = logging.getLogger("maxmeg")
 
 
 def weight_of(fields: Mapping[str, Any], name: str = FIELD) -> float:
@@ -52,6 +54,18 @@ def read_weights(path: Path, count: int, check: bool = True) -> np.ndarray | Non
             document = int(np.argmin(is_weight))
             raise ValueError(f"{path}, document {document}: {weights[document]} {_RULE}: {remedy}")
     return weights
+
+
+def report_no_loss(split: str, prefixes: Sequence[str]) -> None:
+    """ValueError for a train split in which all documents have weight 0; a warning for another."""
+    message = (
+        f"all documents of the {split} split of {', '.join(prefixes)} have weight 0 "
+        f"(PREFIX{SUFFIX}), so that no token has a loss: give documents other weights, or change "
+        "data.split"
+    )
+    if split == "train":
+        raise ValueError(message)
+    logger.warning(message)
 
 
 def written_files(prefix: str) -> str:

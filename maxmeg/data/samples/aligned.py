@@ -8,8 +8,9 @@ import numpy as np
 
 from maxmeg.data.chat.template import hugging_face_folder
 from maxmeg.data.corpus.indexed import IndexedDataset, check_vocabulary
+from maxmeg.data.corpus.loss_weights import report_no_loss
 from maxmeg.data.opening import Opening
-from maxmeg.data.samples.dataset import EpochRows, Record, identify, identify_weights
+from maxmeg.data.samples.dataset import SPLITS, EpochRows, Record, identify, identify_weights
 from maxmeg.data.samples.sampling import Batch, EpochOrder, empty_batch, nonempty_range
 from maxmeg.data.tokenizers.load import parse_spec
 from maxmeg.data.tokenizers.tokenizer import Tokenizer, json_object
@@ -83,6 +84,8 @@ class AlignedDataset(EpochRows, RebuiltInWorkers):
                 f"{self._weights[pair]} in {targets.prefix}: make both by one maxmeg preprocess "
                 "--aligned"
             )
+        if not self._weights.any():
+            report_no_loss(SPLITS[split_index], [corpus.prefix for corpus in self.corpora])
         self.source_length, self.sequence_length = lengths
         self.vocab_size, self._seed = ids[0] or tokenizer.vocab_size, seed
         self._first, self._end = start_token(tokenizer, ids[1]), tokenizer.eod

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from maxmeg.data.corpus.indexed import IndexedDataset, check_vocabulary
+from maxmeg.data.corpus.loss_weights import report_no_loss
 from maxmeg.data.resuming import compare_orders
 from maxmeg.data.samples.dataset import (
     SPLITS,
@@ -85,6 +86,8 @@ class GptDataset(RecordedDataset, RebuiltInWorkers):
         except ValueError as error:
             names = ", ".join(c.prefix for c in self.corpora)
             raise ValueError(f"{SPLITS[split_index]} split {split!r} of {names}: {error}") from None
+        if not any(c.has_loss(*part) for c, part in zip(self.corpora, ranges, strict=True)):
+            report_no_loss(SPLITS[split_index], [c.prefix for c in self.corpora])
         if rules.any:
             self._check_eod()
 

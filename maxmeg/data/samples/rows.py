@@ -7,7 +7,9 @@ import numpy as np
 
 from maxmeg.data.corpus import remote
 from maxmeg.data.corpus.indexed import IndexedDataset
+from maxmeg.data.corpus.loss_weights import report_no_loss
 from maxmeg.data.opening import Opening
+from maxmeg.data.samples.dataset import SPLITS
 from maxmeg.data.samples.packing import Document, Documents, PackedDataset
 from maxmeg.data.samples.sampling import split_range
 from maxmeg.data.tokenizers.tokenizer import padding_of
@@ -49,6 +51,8 @@ class StoredDocuments(RebuiltInWorkers):
         self._numbers, self._starts = np.concatenate(numbers), np.concatenate(starts)
         self.lengths = np.concatenate(lengths)
         self._weights = np.concatenate(weights)
+        if len(self.lengths) and not self._weights.any():
+            report_no_loss(SPLITS[split_index], [corpus.prefix for corpus in self.corpora])
 
     def __str__(self) -> str:
         return f"{len(self.lengths):,} pieces, {self.num_short:,} too short"

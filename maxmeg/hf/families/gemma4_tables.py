@@ -63,6 +63,8 @@ class GlobalHeads(Part):
             if kv_heads is None or not keys.values.get(KEYS_AS_VALUES):
                 return {"head_dim": head_dim}
             return {"head_dim": head_dim, "num_key_value_heads": kv_heads}
+        if entries == {}:  # the heads of local layers
+            return {}
         is_map = isinstance(entries, dict) and all(str(number).isdecimal() for number in entries)
         by_layer = {int(number): heads for number, heads in entries.items()} if is_map else {}
         heads = next(iter(by_layer.values()), None)

@@ -54,7 +54,7 @@ FIXED = {
     "cross_attention_hidden_size": (None,),
     "tie_encoder_decoder": (False,),
     "pruned_heads": ({}, None),
-    "per_layer_config": (None,),
+    "per_layer_config": ({}, None),
     "tie_last_hidden_states": (None,),
 }
 
