@@ -131,6 +131,11 @@ def test_prompts_open_as_the_tokenizer_does(command, trained, monkeypatch):
         ('{"messages": [{"role": "user"}]}', r"line 2: messages\[0\] has no content, a text"),
         (r'{"prompt": "\ud800"}', "line 2: prompt has half a surrogate pair"),
         ('{"prompt": "a", "tools": [{"name": "f"}]}', "tools of the prompt 'a' are for chats: add"),
+        (
+            '{"messages": [{"role": "user", "content": "a"}], "tools": '
+            '[{"type": "function", "function": {"name": "f"}}]}',
+            "does not write tools: leave them out",
+        ),
         ('{"prompt": ""}', r"prompt 2 of 2: the prompt is empty"),
     ],
 )

@@ -103,6 +103,11 @@ def encoded(
     template = load_chat_template(tokenizer, config.data.chat_template) if chats else None
     conversations = [with_system(messages, system) for messages, _ in chats]
     tools = [{"tools": tools} for _, tools in chats]
+    if template and "tools" not in template.text and any(tools for _, tools in chats):
+        raise ValueError(
+            f"{template.source} does not write tools: leave them out of the prompts, or "
+            "give the model a chat template that does"
+        )
     texts = iter(template.render(conversations, tools) if template else [])
     return [
         tokenizer.encode_marked(next(texts), tokenizer.added)
