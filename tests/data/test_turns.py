@@ -170,6 +170,10 @@ ROWS = {
         {"instruction": "x", "output": None},
         r"its fields \(instruction; null: output\) fit no form of a chat",
     ),
+    "tools unread": (
+        {"messages": [USER, SAID], "tools": [{"type": "function", "function": {"name": "f"}}]},
+        "the chat template does not write tools",
+    ),
     "no form": ({"text": "x", "output": ""}, r"its fields \(text, output\) fit no form of a chat"),
     "none": ({"messages": []}, r"messages=\[\] is not a list of messages"),
     "a text": ({"messages": "x"}, "messages='x' is not JSON"),
@@ -230,7 +234,7 @@ def with_numbers(value, name: str = ""):
 @pytest.mark.parametrize("row", EVERY_FIELD, ids=lambda row: next(iter(row)))
 def test_a_wrong_type_is_named_with_its_field(row):
     names, wrong = zip(*with_numbers(row), strict=True)
-    good, *bad = found(BLOCKS, row, *wrong)
+    good, *bad = found(BLOCKS + "{% if tools %}{% endif %}", row, *wrong)
     assert not isinstance(good, BadRow) and len(bad) > 4
     for name, error in zip(names, bad, strict=True):
         field = re.sub(r"(.)(\.\w+|\[\d\])$", r"\1", name[1:])  # or the one around it

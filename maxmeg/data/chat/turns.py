@@ -130,6 +130,11 @@ def find_turns(
     for record in records:
         try:
             row: Row | Turns | BadRow = read(record)
+            if isinstance(row, dict) and row["tools"] and "tools" not in template.text:
+                raise BadRow(
+                    "the chat template does not write tools: remove them from the row, or give "
+                    "data.chat_template=FILE"
+                )
         except BadRow as error:
             row = error
         num_turns = len(row["messages"]) if isinstance(row, dict) else 0
