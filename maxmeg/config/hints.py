@@ -98,6 +98,9 @@ SYNONYMS = {
     "tensor": "tp tensor_parallel_size gpus num_gpus devices",
     "hardware": "gpus gpu num_gpus devices cluster",
     "input": "model model_path checkpoint source",
+    "name": "served_model_name",
+    "share": "enable_prefix_caching",
+    "max_prompt": "max_model_len",
     "to": "format output_format",
     # commands
     "train": "finetune sft pretrain fit",

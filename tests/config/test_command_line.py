@@ -77,6 +77,7 @@ MISTAKES = [
     ("generate runs/none prompt=a --top_p=2", "top_p=2.0 must be above 0 and at most 1"),
     ("convert --model=x --output=y", "did you mean --input?"),
     ("chat runs/lr=3", "runs/lr=3/checkpoints holds no checkpoint: give the run_dir"),
+    ("serve --served_model_name=x", "did you mean --name?"),
     ("generate a.gguf --prompt=b", "a GGUF file is converted first: maxmeg convert --input=a.gguf"),
     ("train --config=finetune:a.gguf", "maxmeg convert --input=a.gguf"),
     ("tokenize", "unknown command 'tokenize': did you mean preprocess?"),
