@@ -44,7 +44,7 @@ def main(config: Config, options: Options) -> None:
     vocabulary = config.model.vocab_size
     resolve(config, vocabulary or load_tokenizer(config.data.tokenizer).vocab_size)
     if options.hardware:
-        plan = plan_for(config, parse_cluster(options.hardware), options)
+        plan = plan_for(config, parse_cluster(options.hardware), options, sys.argv[1:])
     else:
         plan = plan_of(config, config.parallel.devices)
     if plan.table is None and options.timeline:
@@ -78,24 +78,29 @@ def check_options(options: Options) -> None:
         check_plugins()
 
 
-def plan_for(config: Config, cluster: Cluster, options: Options) -> Plan:
-    """The plan for a cluster, with the layout of the config or, with --search, the best one."""
-    chosen, choices, candidates = [config], [], []
+def plan_for(
+    config: Config, cluster: Cluster, options: Options, arguments: list[str] | None = None
+) -> Plan:
+    """The plan for a cluster, with the layout of the config or, with --search, the best one.
+
+    arguments: the command line of `maxmeg plan`, to show the `maxmeg train` command of the layout.
+    """
+    chosen, choices, changed = [config], [], {}
     if options.search:
         candidates = search(config, cluster)[:SHOWN]
         chosen = [candidate.config for candidate in candidates]
         choices = [Choice(candidate.settings, candidate.analytic) for candidate in candidates]
+        changed = candidates[0].changed(config)
     else:
         check_count(config, cluster)
         choose(config, cluster)
     plan = plan_of(chosen[0], cluster.count)
     plan.settings.update(settings_on(chosen[0], cluster))
-    if options.search:
-        changed = candidates[0].changed(config)
-        plan.settings["command"] = train_command(sys.argv[1:], Options, changed)
     analytic, compiled = analyze(chosen[0], cluster), []
     if not analytic.fits:
         analytic = dataclasses.replace(analytic, remedies=remedies(chosen[0], cluster))
+    elif arguments:
+        plan.settings["command"] = train_command(arguments, Options, changed)
     for layout in chosen[: BEST_COMPILED * options.compile]:
         print(f"compiling for {cluster.count} {cluster.name} ...", file=sys.stderr, flush=True)
         compiled.append(compile_report(layout, cluster.name, cluster.count))

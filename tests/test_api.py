@@ -68,7 +68,8 @@ def test_settings_by_name_and_override():
         maxmeg.config("gpt", **{"train.num_steps": 1.5})
 
 
-def test_a_plan_prints_as_the_command_does(capsys):
+def test_a_plan_prints_as_the_command_does(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["maxmeg"])  # without settings to show in a train command
     config = tiny({"max_position": 16}, fsdp=8)
     planned = maxmeg.plan(config, "h100x8")
     plan.main(config, plan.Options(hardware="h100x8"))

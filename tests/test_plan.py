@@ -136,13 +136,14 @@ def test_search_ranks_and_compiles_the_best_three(capsys, tmp_path: Path, compil
 
 @pytest.mark.slow
 def test_flags_of_the_best_layout_give_the_same_plan(capsys, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["maxmeg"])
+    monkeypatch.setattr("sys.argv", ["maxmeg plan", "--config=llama3-8b"])
     run("llama3-8b", "--hardware=h100x16", "--search", f"--json={tmp_path}/a")
     best = json.loads((tmp_path / "a").read_text())
-    *command, flags = best["settings"].pop("command").split(maxsplit=2)
-    assert command == ["maxmeg", "train"]
+    *command, flags = best["settings"].pop("command").split(maxsplit=3)
+    assert command == ["maxmeg", "train", "--config=llama3-8b"]
     run("llama3-8b", "--hardware=h100x16", *flags.split(), f"--json={tmp_path}/b")
     again = json.loads((tmp_path / "b").read_text())
+    assert again["settings"].pop("command") == " ".join(command)
     assert again == best | {"layouts": []}
 
 
@@ -206,6 +207,19 @@ def test_a_missing_plugin_is_said_before_anything_else(capsys, monkeypatch):
 
 
 def test_the_command_of_a_plan_trains_with_its_settings():
-    given = ["--config=gpt", "--hardware=h100x8", "--search", "--model.layers=*(attention mlp)"]
-    expected = "maxmeg train --config=gpt '--model.layers=*(attention mlp)' --parallel.tensor=2"
-    assert train_command(given, plan.Options, {"parallel.tensor": 2}) == expected
+    given = ["--config=gpt", "--hardware", "h100x8", "--search", "--nocompile", "--json=search"]
+    given += ["--run_dir", "json", "--model.layers=*(attention mlp)"]
+    expected = "maxmeg train --config=gpt --run_dir json '--model.layers=*(attention mlp)'"
+    assert train_command(given, plan.Options, {}) == expected
+    assert train_command(given, plan.Options, {"parallel.tensor": 2}).removeprefix(expected) == (
+        " --parallel.tensor=2"
+    )
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_layout_that_fits_has_a_command(capsys, monkeypatch, fits: bool):
+    arguments = ["--config=175b", "--hardware=h100x64", *PIPELINE[: 2 if fits else 1]]
+    monkeypatch.setattr("sys.argv", ["maxmeg plan", *arguments])
+    run_command(plan.main, plan.Options)
+    command = f"  command    maxmeg train --config=175b {' '.join(PIPELINE)}\n"
+    assert (command in capsys.readouterr().out) == fits

@@ -1,15 +1,14 @@
 """Changes of a config that save memory, from formulas; nothing is compiled."""
 
-import dataclasses
 import enum
 import itertools
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from maxmeg.config.model import DType
 from maxmeg.config.recompute import POLICIES
 from maxmeg.config.schema import Config
-from maxmeg.config.setting import with_fields
+from maxmeg.config.setting import fields, with_fields
 from maxmeg.config.validate import axis_sizes, validate
 from maxmeg.ops.backend import Device, target_device
 from maxmeg.planning.analytic import analyze
@@ -116,14 +115,20 @@ def flags_text(settings: Mapping[str, object]) -> str:
     return " ".join(f"--{path}={value}".lower() for path, value in values)
 
 
-def train_command(arguments: list[str], options: type, changed: Mapping[str, object]) -> str:
+def train_command(arguments: Sequence[str], options: type, changed: Mapping[str, object]) -> str:
     """The `maxmeg train` command for the settings of a `maxmeg plan` command line.
 
     arguments: that command line. options: dataclass of the options that only `plan` has; they are
     left out. changed: settings that replace those of the command line."""
-    names = {field.name for field in dataclasses.fields(options)}
-    settings = [a for a in arguments if a.partition("=")[0].removeprefix("--") not in names]
-    return f"{shlex.join(['maxmeg', 'train', *settings])} {flags_text(changed)}"
+    kinds, settings, words = fields(options), ["maxmeg", "train"], iter(arguments)
+    for word in words:
+        flag, equals, _ = word.partition("=")
+        name = flag.lstrip("-")
+        if name == word or not {name, name.removeprefix("no")} & {*kinds}:
+            settings.append(word)
+        elif not equals and kinds.get(name) is str:
+            next(words, None)  # its value: --hardware h100x8
+    return f"{shlex.join(settings)} {flags_text(changed)}".strip()
 
 
 def _changes(config: Config, count: int) -> tuple[list[Settings], ...]:
