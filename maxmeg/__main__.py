@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from maxmeg import __version__
 from maxmeg.config.commands import COMMANDS, Command
 from maxmeg.config.flags import names_config, run_command, show
-from maxmeg.config.help import asked_help, describe
+from maxmeg.config.help import asked_help, describe, options_of
 from maxmeg.config.hints import nearest
 from maxmeg.config.schema import Config
 from maxmeg.config.validate import check_settings
@@ -59,7 +59,8 @@ def start(name: str, command: Command, arguments: list[str]) -> None:
     if (group := asked_help(arguments)) is not None:
 
         def run_help() -> None:
-            show(describe(_docstring(module), command.options, command.config, group))
+            options = options_of(command.options)
+            show(describe(_docstring(module), options, command.config, group))
 
         return run_command(run_help, needs_config=False, argv=[name])
     run_command(run, command.options, needs_config, [f"maxmeg {name}", *arguments])
@@ -75,7 +76,7 @@ def usage() -> str:
             "",
             *lines,
             "",
-            "`maxmeg COMMAND --help` lists a command's options, --help=all every setting too.",
+            "`maxmeg COMMAND --help` lists a command's main options, --help=all all of them.",
         ]
     )
 

@@ -14,7 +14,7 @@ import shlex
 from collections.abc import Sequence
 
 from maxmeg.config.flags import parse
-from maxmeg.config.help import asked_help, describe
+from maxmeg.config.help import asked_help, describe, options_of
 from maxmeg.config.options import Plot
 from maxmeg.data.corpus.stored import write_atomically
 from maxmeg.runtime.metrics.comparison import comparison_html, read_run
@@ -23,7 +23,7 @@ from maxmeg.runtime.metrics.comparison import comparison_html, read_run
 def main(arguments: Sequence[str]) -> int:
     """Write the page."""
     if asked_help(arguments) is not None:
-        print(describe(__doc__ or "", Plot, has_settings=False))
+        print(describe(__doc__ or "", options_of(Plot), has_settings=False))
         return 0
     folders = [word for word in arguments if not word.startswith("-")]
     flags = [word for word in arguments if word.startswith("-")]

@@ -1,11 +1,11 @@
-"""Tokenizes text into .bin/.idx files: `maxmeg preprocess --input=a.jsonl --output=out`.
+"""Tokenizes text into .bin/.idx files.
 
 Reads JSON lines (.jsonl, .json, .ndjson), Parquet (.parquet) and plain text (any other name: one
 document per file) from paths, s3://bucket/key and other fsspec URLs, and standard input (`-`). JSON
-lines and text may be compressed (.gz, .zst, .bz2, .xz). For the files that it has written, see
-`maxmeg preprocess inspect PREFIX`, `merge PREFIX ... --output=PREFIX` and `verify PREFIX`. Chats
-(ShareGPT, Alpaca, ...) become rows of messages by `maxmeg preprocess chats --input=a.json
---output=b.jsonl`.
+lines and text may be compressed (.gz, .zst, .bz2, .xz).
+
+Subcommands, each with --help: inspect, merge and verify (written files), chats (ShareGPT, Alpaca,
+...), image-text, train-tokenizer.
 """
 
 if __name__ == "__main__":  # before the imports: a mistake needs no JAX

@@ -60,7 +60,7 @@ def test_commands_of_pages_are_understood(page, name, arguments, capsys):
         words = [word for word in arguments[:1] if not word.startswith("-")]
         known = words if name == "preprocess" else []
         with contextlib.suppress(SystemExit):
-            start(name, command, [*known, "--help"])
+            start(name, command, [*known, "--help=all"])
         out = capsys.readouterr().out
         for flag in re.findall(r"--\w+", " ".join(arguments)):
             assert flag in out, f"{page}: maxmeg {name} has no {flag}"

@@ -1,5 +1,5 @@
-"""What --help prints: a command, its options, the settings that are changed most, and how to see
-the others."""
+"""What --help prints, in at most 25 lines: a command, the options that a first use needs, the
+settings that are changed most, and how to see the others."""
 
 import collections
 import dataclasses
@@ -13,7 +13,7 @@ from maxmeg.config.named import EXAMPLES
 from maxmeg.config.schema import Config
 from maxmeg.config.setting import walk
 
-WIDTH = 80
+WIDTH, LINES = 80, 25
 EMPTY = '""'
 _FLAGS = {"--help", "-h", "-help", "--helpfull"}
 _EVERY, _TOP = "all", "run"  # all groups; the group of the settings without a section
@@ -21,6 +21,28 @@ COMMON = (
     *("run_dir", "data.paths", "data.tokenizer", "train.num_steps", "train.global_batch_size"),
     *("optim.lr", "parallel.tensor", "parallel.pipe", "lora.rank"),
 )
+
+
+class Option(typing.NamedTuple):
+    """An option of a command. name: with dashes. is_rare: --help leaves it out."""
+
+    name: str
+    default: str
+    doc: str
+    is_rare: bool = False
+
+
+def options_of(options: type | None) -> list[Option]:
+    """Return the options that the fields of a dataclass declare."""
+    return [
+        Option(
+            f"--{field.name}",
+            "required" if field.default is dataclasses.MISSING else values.text(field.default),
+            field.metadata["doc"],
+            "rare" in field.metadata,
+        )
+        for field in (dataclasses.fields(options) if options else ())
+    ]
 
 
 def asked_help(arguments: Sequence[str]) -> str | None:
@@ -33,22 +55,26 @@ def asked_help(arguments: Sequence[str]) -> str | None:
 
 
 def describe(
-    summary: str, options: type | None = None, has_settings: bool | None = True, group: str = ""
+    summary: str,
+    options: Sequence[Option] = (),
+    has_settings: bool | None = True,
+    group: str = "",
 ) -> str:
-    """Return the help text of a command, in lines of at most WIDTH columns.
+    """Return the help text of a command, in lines of at most WIDTH columns, and LINES of them.
 
     summary: the command's docstring. has_settings: whether it takes those of a run; None: with
-    --config. group: "all", or the settings to list instead. ValueError for an unknown group.
+    --config. group: "all": every option and setting; or the group of settings to list instead.
+    ValueError for an unknown group.
     """
     if group and group != _EVERY:
         return "\n".join(_lines_of(group, has_settings))
     lines = [*paragraphs(summary)]
-    if options is not None:
-        lines += ["", "options:"]
-        for field in dataclasses.fields(options):
-            is_required = field.default is dataclasses.MISSING
-            default = "required" if is_required else values.text(field.default)
-            lines += _entry(field.name, default, field.metadata.get("doc", ""))
+    selection = [option for option in options if group == _EVERY or not option.is_rare]
+    lines += ["", "options:"] if options else []
+    for option in selection:
+        lines += _entry(option.name, option.default, option.doc)
+    if len(selection) < len(options):
+        lines.append(f"  --help=all for the other {len(options) - len(selection)}")
     if has_settings is False:
         return "\n".join(lines)
     names = f"--config names the run: configs/gpt.py (in short gpt), {EXAMPLES}. "
@@ -58,15 +84,17 @@ def describe(
         for name in _groups():
             lines += ["", f"{name}:", *_lines_of(name, has_settings)]
         return "\n".join(lines)
-    if has_settings:
-        lines += ["", "settings that are changed most (defaults):"]
-        declared = {path: (value, field) for path, value, field in walk(Config())}
-        for path in COMMON:
-            value, field = declared[path]
-            lines.append(_brief(path, values.text(value), field.metadata["doc"]))
     counts = ", ".join(f"{name} {count}" for name, count in _groups().items())
     hint = f"All settings: --help=all. Those of a group: --help=GROUP, one of {counts}."
-    return "\n".join([*lines, "", *textwrap.wrap(hint, WIDTH)])
+    footer = ["", *textwrap.wrap(hint, WIDTH)]
+    room = LINES - len(lines) - len(footer) - 2
+    if has_settings and room > 0:
+        lines += ["", "settings that are changed most (defaults):"]
+        declared = {path: (value, field) for path, value, field in walk(Config())}
+        for path in COMMON[:room]:
+            value, field = declared[path]
+            lines.append(_brief(path, values.text(value), field.metadata["doc"]))
+    return "\n".join([*lines, *footer])
 
 
 def _groups() -> dict[str, int]:
@@ -92,11 +120,11 @@ def _lines_of(group: str, has_settings: bool | None) -> Iterator[str]:
             f"{', '.join(_groups())}, and all"
         )
     for path, value, field in entries:
-        yield from _entry(path, values.text(value), field.metadata["doc"])
+        yield from _entry(f"--{path}", values.text(value), field.metadata["doc"])
 
 
 def _entry(name: str, default: str, doc: str) -> list[str]:
-    return _wrapped(f"--{name} ({default or EMPTY}): {doc}", "  ", "      ")
+    return _wrapped(f"{name} ({default or EMPTY}): {doc}", "  ", "      ")
 
 
 def _brief(name: str, default: str, doc: str) -> str:

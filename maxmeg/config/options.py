@@ -5,10 +5,18 @@ They stand here and not with their commands, so that a mistake is answered befor
 
 import dataclasses
 import enum
+import typing
 from collections.abc import Sequence
 
 from maxmeg.config.model import DType
 from maxmeg.config.setting import setting
+
+
+def rare(default: typing.Any, doc: str, **rules: typing.Any) -> typing.Any:
+    """Declare an option as `setting` does, which --help leaves out and --help=all shows."""
+    field = setting(default, doc, **rules)
+    field.metadata = {**field.metadata, "rare": True}
+    return field
 
 
 @dataclasses.dataclass
@@ -29,9 +37,9 @@ class Plan:
     hardware: str = setting("", "GPUs as NAMExCOUNT, h100x64; empty: the pipeline's timeline alone")
     search: bool = setting(False, "rank all layouts and report on the best instead of the config's")
     compile: bool = setting(False, "compile the train step; with --search of the best 3 layouts")
-    timeline: str = setting("", "SVG file: ticks x stages of the pipeline")
-    json: str = setting("", "JSON file: the whole report")
-    html: str = setting("", "HTML file: the whole report as one page")
+    timeline: str = rare("", "SVG file: ticks x stages of the pipeline")
+    json: str = rare("", "JSON file: the whole report")
+    html: str = rare("", "HTML file: the whole report as one page")
 
 
 @dataclasses.dataclass
@@ -42,9 +50,7 @@ class ModelOptions:
     step: int = setting(-1, "step of the checkpoint; -1: the newest intact one", at_least=-1)
     dtype: str = setting("", "compute dtype, float32, bfloat16 or float16; empty: the run's")
     tensor: int = setting(1, "number of tensor-parallel devices", at_least=1)
-    average: bool = setting(
-        False, "load the EMA weights (optim.ema) instead of the trained weights"
-    )
+    average: bool = rare(False, "load the EMA weights (optim.ema) instead of the trained weights")
 
 
 @dataclasses.dataclass
@@ -84,8 +90,8 @@ class Retrieve(ModelOptions):
 
     corpus: str = setting("", "file of texts, or prefix of a .bin/.idx file of sentences; needed")
     index: str = setting("", "folder of the corpus' vectors; empty: RUN_DIR/index")
-    data: int = setting(1, "number of replicas of the model that embed", at_least=0)
-    pooling: str = setting(
+    data: int = rare(1, "number of replicas of the model that embed", at_least=0)
+    pooling: str = rare(
         "", "mean | first | pooler: the vectors of a model that is no biencoder; empty: its own"
     )
     query: Sequence[str] = setting((), "text to find; may be given several times")
@@ -93,7 +99,7 @@ class Retrieve(ModelOptions):
         "", "file of queries and the row or text that answers each, for recall; JSON lines"
     )
     count: int = setting(5, "number of texts to find for each query", at_least=1)
-    faiss: str = setting(
+    faiss: str = rare(
         "",
         "search by an index of faiss instead, such as Flat or IVF1024,PQ32; empty: exact, by JAX",
     )
@@ -120,7 +126,7 @@ class LongRope(enum.Enum):
 class GenerationOptions(ModelOptions):
     """A model that generates text."""
 
-    longrope: str = setting(
+    longrope: str = rare(
         "longest",
         "length that chooses between LongRoPE's short and long factors: longest: maximum length of "
         "the text | current: its current length, as in transformers",
@@ -135,11 +141,11 @@ class SamplingOptions(GenerationOptions):
     temperature: float = setting(
         0.8, "sampling temperature; 0: always the most likely token", at_least=0
     )
-    top_k: int = setting(0, "sample from the k most likely tokens; 0: all", at_least=0)
+    top_k: int = rare(0, "sample from the k most likely tokens; 0: all", at_least=0)
     top_p: float = setting(
         1.0, "sample from the most likely tokens with this total probability", above=0, at_most=1
     )
-    seed: int = setting(0, "seed of the sampling")
+    seed: int = rare(0, "seed of the sampling")
 
 
 @dataclasses.dataclass
@@ -157,16 +163,16 @@ class Generate(SamplingOptions):
     )
     chat: bool = setting(False, "prompts are user messages; use the chat template")
     system: str = setting("", "system message for chats without one")
-    opening: bool = setting(
+    opening: bool = rare(
         True,
         "begin prompts with the special tokens of the tokenizer.json, end the source of an "
         "encoder-decoder with the end of text",
     )
-    batch: int = setting(8, "most prompts at a time", at_least=1)
-    encoder: str = setting(
+    batch: int = rare(8, "most prompts at a time", at_least=1)
+    encoder: str = rare(
         "", "for a RETRO run: run folder of the encoder that `maxmeg neighbours` used"
     )
-    pooling: str = setting("", "pooling of --encoder: mean | first | pooler; empty: mean")
+    pooling: str = rare("", "pooling of --encoder: mean | first | pooler; empty: mean")
 
 
 @dataclasses.dataclass
@@ -181,8 +187,8 @@ class Chat(SamplingOptions):
 class EngineOptions(GenerationOptions):
     """A model and the sizes of its engine."""
 
-    expert: int = setting(1, "number of devices among which experts are divided", at_least=1)
-    data: int = setting(
+    expert: int = rare(1, "number of devices among which experts are divided", at_least=1)
+    data: int = rare(
         0,
         "number of replicas of expert x tensor devices; 0: in one process 1, in several processes "
         "as many as there are devices",
@@ -191,17 +197,17 @@ class EngineOptions(GenerationOptions):
     max_num_seqs: int = setting(
         8, "most requests at a time on each replica of the model", at_least=1, former="lanes"
     )
-    pages: int = setting(
+    pages: int = rare(
         0, "number of KV-cache pages per replica; 0: fill the free memory", at_least=0
     )
-    block_size: int = setting(32, "number of tokens per KV-cache page", at_least=1, former="slots")
-    chunk: int = setting(
+    block_size: int = rare(32, "number of tokens per KV-cache page", at_least=1, former="slots")
+    chunk: int = rare(
         256, "number of prompt tokens that are read at once; on a CPU at most 64", at_least=1
     )
-    max_prefill_tokens: int = setting(
+    max_prefill_tokens: int = rare(
         2048, "most prompt tokens that are read while others wait for a token", at_least=1
     )
-    share: bool = setting(True, "prefix caching: reuse the KV cache of a common prompt prefix")
+    share: bool = rare(True, "prefix caching: reuse the KV cache of a common prompt prefix")
     adapters: tuple[str, ...] = setting(
         (), "LoRA adapters beside the model, NAME=FOLDER of a run or of PEFT; requests choose one"
     )
@@ -211,7 +217,7 @@ class EngineOptions(GenerationOptions):
         at_least=0,
         former="proposals",
     )
-    mtp: bool = setting(False, "draft with the model's MTP layers, not by n-gram lookup")
+    mtp: bool = rare(False, "draft with the model's MTP layers, not by n-gram lookup")
 
 
 @dataclasses.dataclass
@@ -227,14 +233,14 @@ class Serve(EngineOptions):
         "none: no key, for any --host",
     )
     log: str = setting("", "file for one JSON line per request, for maxmeg replay; empty: none")
-    max_body_mb: float = setting(8.0, "largest body of a request, 10^6 bytes", above=0)
-    max_prompt: int = setting(0, "most tokens of a prompt; 0: the model's context", at_least=0)
-    max_n: int = setting(16, "most replies to a prompt", at_least=1)
-    max_queue: int = setting(256, "most replies that wait in the queue", at_least=0)
-    max_grammar: int = setting(65536, "most characters of a schema or grammar", at_least=0)
-    grammar_seconds: float = setting(5.0, "most time to compile a grammar", above=0)
-    mask_seconds: float = setting(2.0, "most CPU time to follow a grammar in one reply", above=0)
-    drain_seconds: float = setting(
+    max_body_mb: float = rare(8.0, "largest body of a request, 10^6 bytes", above=0)
+    max_prompt: int = rare(0, "most tokens of a prompt; 0: the model's context", at_least=0)
+    max_n: int = rare(16, "most replies to a prompt", at_least=1)
+    max_queue: int = rare(256, "most replies that wait in the queue", at_least=0)
+    max_grammar: int = rare(65536, "most characters of a schema or grammar", at_least=0)
+    grammar_seconds: float = rare(5.0, "most time to compile a grammar", above=0)
+    mask_seconds: float = rare(2.0, "most CPU time to follow a grammar in one reply", above=0)
+    drain_seconds: float = rare(
         30.0, "time for running requests to finish after SIGTERM", at_least=0
     )
 
@@ -275,7 +281,7 @@ class Convert:
     )
     to: To = setting(To.maxmeg, "maxmeg | huggingface | peft | gguf")
     list: bool = setting(False, "show tensors and arrays, write nothing")
-    tokenizer: str = setting(
+    tokenizer: str = rare(
         "",
         "--to=maxmeg: as data.tokenizer, or a tokenizer.json; empty: the input's",
         needs="to=maxmeg",
@@ -295,20 +301,20 @@ class Convert:
         at_least=-1,
         needs="to=huggingface|peft|gguf",
     )
-    average: bool = setting(
+    average: bool = rare(
         False,
         "--to=huggingface|gguf: export the EMA weights (optim.ema)",
         needs="to=huggingface|gguf",
     )
-    shard_gb: float = setting(
+    shard_gb: float = rare(
         5.0, "--to=huggingface: largest file, in 10^9 bytes", above=0, needs="to=huggingface"
     )
-    family: str = setting(
+    family: str = rare(
         "",
         "architecture in transformers to export as; empty: the model's",
         needs="to=huggingface|peft",
     )
-    base: str = setting(
+    base: str = rare(
         "",
         "--to=peft: name or folder of the base model in adapter_config.json; empty: the name in "
         "the config.json that the base was imported with",

@@ -69,8 +69,8 @@ def write_chats(
 def run(arguments: Sequence[str]) -> int:
     """Run the subcommand."""
     parser = Parser(
-        "maxmeg preprocess chats", allow_abbrev=False,
-        description="Conversations of any form that data.objective=sft reads (ShareGPT, Alpaca, "
+        "maxmeg preprocess chats",
+        "Conversations of any form that data.objective=sft reads (ShareGPT, Alpaca, "
         'prompt and completion, messages) as JSON lines {"messages": ..., "tools": ..., "weight": '
         "...}. Other fields of rows are left out.",
     )  # fmt: skip

@@ -137,7 +137,7 @@ def run_verify(arguments: Sequence[str]) -> int:
 
 
 def _parser(name: str, description: str) -> Parser:
-    return Parser(f"maxmeg preprocess {name}", description=description, allow_abbrev=False)
+    return Parser(f"maxmeg preprocess {name}", description)
 
 
 COMMANDS = {

@@ -90,10 +90,12 @@ def write_pairs(inputs: Sequence[str], output: str, pairs: Pairs) -> int:
 def run(arguments: Sequence[str]) -> int:
     """Run the subcommand."""
     parser = Parser(
-        "maxmeg preprocess image-text", allow_abbrev=False,
-        description='Rows {"image": FILE, "text" or "caption": TEXT} as multimodal .bin/.idx.',
+        "maxmeg preprocess image-text",
+        'Rows {"image": FILE, "text" or "caption": TEXT} as multimodal .bin/.idx.',
     )  # fmt: skip
-    parser.add_argument("--input", nargs="+", required=True, metavar="FILE.jsonl")
+    parser.add_argument(
+        "--input", nargs="+", required=True, metavar="FILE.jsonl", help="JSON lines of such rows"
+    )
     parser.add_argument("--output", required=True, metavar="PREFIX", help="what is written")
     parser.add_argument("--tokenizer", required=True, help="as in data.tokenizer of a run")
     parser.add_argument("--images", default=".", metavar="FOLDER", help="the folder of the images")

@@ -8,7 +8,9 @@ import typing
 from collections.abc import Sequence
 from pathlib import Path
 
-from maxmeg.config.help import paragraphs
+from maxmeg.config import values
+from maxmeg.config.flags import show
+from maxmeg.config.help import Option, asked_help, describe
 from maxmeg.data.corpus.loss_weights import written_files
 from maxmeg.data.prepare.encoding import Options, Report
 from maxmeg.data.prepare.run import PART_BYTES, Share, prepare
@@ -18,9 +20,39 @@ _SHOWN = 5  # bad lines that are listed
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises a ValueError for a mistake, which is printed as those of the other commands."""
+    """Prints --help and mistakes as the other commands do; raises a ValueError for a mistake."""
+
+    def __init__(self, name: str, description: str) -> None:
+        self._rare: set[str] = set()
+        super().__init__(name, description=description, allow_abbrev=False)
+
+    def add_argument(self, *names: typing.Any, rare: bool = False, **rules: typing.Any):
+        """rare: --help leaves the option out, --help=all shows it."""
+        action = super().add_argument(*names, **rules)
+        self._rare |= {action.dest} if rare else set()
+        return action
+
+    def help_text(self, group: str) -> str:
+        """Return what --help prints, or --help=GROUP."""
+        usage, options = f"usage: {self.prog}", []
+        for action in self._actions[1:]:  # the first is --help
+            value = str(action.metavar or "|".join(action.choices or ()) or action.dest.upper())
+            is_list, flags = action.nargs in ("+", "*"), action.option_strings[:1]
+            values_text = [f"{value} ..." if is_list else value] * (action.nargs != 0)
+            name = (" " if is_list else "=").join([*flags, *values_text])
+            is_required = action.required and action.nargs != "*"
+            usage += f" {name}" if is_required else f" [{name}]" * (not flags)
+            default = tuple(action.default) if isinstance(action.default, list) else action.default
+            words = "none" if default is None else values.text(default)
+            words = "required" if is_required else words
+            options.append(Option(name, words, action.help or "", action.dest in self._rare))
+        summary = f"{self.description}\n\n{usage}"
+        return describe(summary, options, has_settings=False, group=group)
 
     def parse_args(self, args=None, namespace=None):
+        if (group := asked_help(args or ())) is not None:
+            show(self.help_text(group))
+            self.exit()
         options = [name for action in self._actions for name in action.option_strings]
         for word in args or ():
             name = word.partition("=")[0]
@@ -38,10 +70,7 @@ class Parser(argparse.ArgumentParser):
 
 def parse_arguments(description: str | None, arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command's flags, which have Megatron-LM's names."""
-    parser = Parser(
-        "maxmeg preprocess", description="\n".join(paragraphs(description or "")),
-        allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser = Parser("maxmeg preprocess", description or "")
     add_input_flags(parser)
     parser.add_argument(
         "--output", required=True, metavar="PREFIX", help="writes PREFIX_KEY_document.bin and .idx"
@@ -61,38 +90,41 @@ def parse_arguments(description: str | None, arguments: Sequence[str]) -> argpar
         "--append_eod", action="store_true", help="end every document with the tokenizer's eod"
     )
     parser.add_argument(
-        "--split_sentences", action="store_true",
+        "--split_sentences", rare=True, action="store_true",
         help="one sequence per sentence (. ! ? before a capital), written to PREFIX_KEY_sentence",
     )  # fmt: skip
     parser.add_argument(
-        "--aligned", action="store_true",
+        "--aligned", rare=True, action="store_true",
         help="parallel texts: sequence n of every key is from the same row; rows with an empty "
         "text under any key are left out",
     )  # fmt: skip
     parser.add_argument(
-        "--shuffle_documents", type=int, metavar="SEED",
+        "--shuffle_documents", rare=True, type=int, metavar="SEED",
         help="write the documents in a random order that depends on SEED alone, so that "
         "data.split takes a fair part for validation; the tokens are written and read twice, and "
         "need twice the space meanwhile",
     )  # fmt: skip
     parser.add_argument(
-        "--placeholders", nargs="+", default=[], metavar="NAME",
+        "--placeholders", rare=True, nargs="+", default=[], metavar="NAME",
         help="names of special tokens in texts, such as <image>; other names are plain text",
     )  # fmt: skip
     parser.add_argument(
-        "--no_checksums", action="store_true", help="write no PREFIX.sums, which verify reads"
+        "--no_checksums",
+        rare=True,
+        action="store_true",
+        help="write no PREFIX.sums, which verify reads",
     )
     parser.add_argument(
-        "--partitions", type=int, default=1, metavar="N",
+        "--partitions", rare=True, type=int, default=1, metavar="N",
         help="make one of N parts of the output, PREFIX_0000I-of-0000N_...; `merge` of all "
         "partitions gives the output of a single run",
     )  # fmt: skip
     parser.add_argument(
-        "--partition", type=int, metavar="I",
+        "--partition", rare=True, type=int, metavar="I",
         help="number of the partition, from 0; default: SLURM_ARRAY_TASK_ID",
     )  # fmt: skip
     parser.add_argument(
-        "--part_mb", type=int, default=PART_BYTES >> 20, metavar="MB",
+        "--part_mb", rare=True, type=int, default=PART_BYTES >> 20, metavar="MB",
         help="of the inputs, as stored: kept in PREFIX.parts until the end, so that the same "
         "command continues an interrupted run",
     )  # fmt: skip
@@ -113,11 +145,11 @@ def add_input_flags(parser: argparse.ArgumentParser) -> None:
         "files, and takes a list as sentences",
     )  # fmt: skip
     parser.add_argument(
-        "--stdin_format", choices=("jsonl", "text"), default="jsonl",
+        "--stdin_format", rare=True, choices=("jsonl", "text"), default="jsonl",
         help="the format of standard input",
     )  # fmt: skip
     parser.add_argument(
-        "--skip_bad_lines", action="store_true",
+        "--skip_bad_lines", rare=True, action="store_true",
         help="skip and count documents that are not valid UTF-8 or JSON, instead of stopping",
     )  # fmt: skip
 

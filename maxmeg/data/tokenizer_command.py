@@ -22,8 +22,7 @@ from maxmeg.data.tokenizers.training import Recipe, Trained, check_recipe, train
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
         "maxmeg preprocess train-tokenizer",
-        description="Train a vocabulary on text, for --tokenizer and data.tokenizer.",
-        allow_abbrev=False,
+        "Train a vocabulary on text, for --tokenizer and data.tokenizer.",
     )
     add_input_flags(parser)
     parser.add_argument(
@@ -42,21 +41,28 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         "their own before these",
     )  # fmt: skip
     parser.add_argument(
-        "--user_symbols", nargs="*", default=[], metavar="NAME",
+        "--user_symbols", rare=True, nargs="*", default=[], metavar="NAME",
         help="texts that always become one token",
     )  # fmt: skip
     parser.add_argument(
-        "--pattern", choices=PATTERNS, help="how bpe of bytes splits text; default: cl100k"
+        "--pattern",
+        rare=True,
+        choices=PATTERNS,
+        help="how bpe of bytes splits text; default: cl100k",
     )
     parser.add_argument(
-        "--lower_case", action="store_true", help="wordpiece only; also removes accents"
+        "--lower_case", rare=True, action="store_true", help="wordpiece only; also removes accents"
     )
     parser.add_argument(
-        "--character_coverage", type=float,
+        "--character_coverage", rare=True, type=float,
         help="SentencePiece only: share of characters not encoded as bytes; default: 0.9995",
     )  # fmt: skip
     parser.add_argument(
-        "--max_mb", type=float, metavar="MB", help="megabytes of text to read; default: all of it"
+        "--max_mb",
+        rare=True,
+        type=float,
+        metavar="MB",
+        help="megabytes of text to read; default: all of it",
     )
     return parser.parse_args(arguments)
 

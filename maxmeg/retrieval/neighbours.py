@@ -1,4 +1,4 @@
-"""RETRO's neighbours of a corpus: maxmeg neighbours --config=retro --data.paths=PREFIX \\
+"""RETRO's neighbours of a corpus: maxmeg neighbours --config=retro --data.paths=PREFIX
 --encoder=RUN_DIR
 
 Writes the folder data.neighbours (PREFIX.neighbours): an index of the embeddings of the training

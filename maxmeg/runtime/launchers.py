@@ -1,6 +1,7 @@
 """Paths of the launch scripts: maxmeg launch [NAME]
 
-    sbatch --nodes=2 $(maxmeg launch slurm.sbatch) --config=gpt --run_dir=/shared/runs/gpt
+    sbatch --nodes=2 $(maxmeg launch slurm.sbatch) \\
+        --config=gpt --run_dir=/shared/runs/gpt
     python $(maxmeg launch local.py) -n 2 -- maxmeg train --config=gpt
 
 Without a name, the scripts are listed. Copy one to change it.

@@ -1,5 +1,6 @@
 """The program `maxmeg`: its commands exist, and mistakes are answered in one line, without JAX."""
 
+import contextlib
 import importlib
 import inspect
 import re
@@ -12,9 +13,10 @@ import pytest
 
 from maxmeg.__main__ import main
 from maxmeg.config.commands import COMMANDS
-from maxmeg.config.help import WIDTH
+from maxmeg.config.help import LINES, WIDTH
 from maxmeg.config.schema import Config
 from maxmeg.config.setting import walk
+from maxmeg.data.commands import COMMANDS as SUBCOMMANDS
 
 CPU_SECONDS = 1.5
 TRAIN = "train --config=gpt "
@@ -119,16 +121,39 @@ def test_a_command_is_there(name, capsys):
     if not COMMANDS[name].arguments:
         main(["help", name])
         shown = capsys.readouterr().out
-        assert max(map(len, shown.splitlines())) <= WIDTH and shown.count("\n") <= 50
-        assert ("--optim.lr (" in shown) == (COMMANDS[name].config is True)
+        assert ("--optim.lr (" in shown) == (name == "train")
         assert ("optim 5" in shown) == (COMMANDS[name].config is not False)
 
 
-def test_help_of_preprocess_fits_a_terminal(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", str(WIDTH))
-    with pytest.raises(SystemExit):
-        main(["preprocess", "--help"])
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= WIDTH
+@pytest.mark.parametrize("name", [*COMMANDS, *(f"preprocess {name}" for name in SUBCOMMANDS)])
+def test_help_fits_a_terminal_and_says_how_many_options_it_leaves_out(name, capsys):
+    texts = []
+    for flag in ("--help", "--help=all"):
+        with contextlib.suppress(SystemExit):
+            main([*name.split(), flag])
+        texts.append(capsys.readouterr().out)
+    short, full = texts
+    assert short.count("\n") <= LINES
+    assert max(map(len, (short + full).splitlines())) <= WIDTH
+    first, every = (
+        re.findall(r"^  (--?\w+)[ =].*", text.partition("\n\n--config")[0], re.M) for text in texts
+    )
+    rare = len(every) - len([flag for flag in first if flag != "--help"])
+    assert (f"  --help=all for the other {rare}\n" in short) == (rare > 0)
+
+
+def test_help_of_a_parsers_options(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["preprocess", "merge", "-h"])
+    shown = capsys.readouterr().out
+    assert stop.value.code == 0 and "merge PREFIX ... --output=PREFIX\n" in shown
+    for entry in (
+        "PREFIX ... (required): p",
+        "--output=PREFIX (required): w",
+        "--no_checksums (false): ",
+    ):
+        assert f"\n  {entry}" in shown
+    assert "  --shuffle_documents=SEED (none): in" in shown
 
 
 def test_help_shows_all_settings_or_a_group(capsys):

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 
 from maxmeg.config.architectures import ALIASES, ARCHITECTURES, FOLDER, architecture
 from maxmeg.config.flags import show
+from maxmeg.config.help import asked_help
 from maxmeg.config.hints import nearest_few
 
 
 def main(words: Sequence[str]) -> int:
     """Print a line for each architecture."""
-    if any(word in ("-h", "--help") for word in words):
+    if asked_help(words) is not None:
         print(__doc__)
         return 0
     names = [name for name in ARCHITECTURES if not words or any(word in name for word in words)]
