@@ -18,6 +18,7 @@ from maxmeg.config.parallel import LaneOrder
 from maxmeg.config.recompute import offloaded_alone
 from maxmeg.config.schema import Config
 from maxmeg.layers import auxiliary
+from maxmeg.layers.balance import progress
 from maxmeg.models.stack import first_sublayer
 from maxmeg.objectives.microbatch import context, with_divisors
 from maxmeg.objectives.objective import Metrics, Model, Objective
@@ -67,9 +68,11 @@ def local_gradients(
         return microbatch, units.with_tables(context(microbatch, raw_key), dtype).tables
 
     def unit(params, x, constants, prevent_cse: bool):
-        (microbatch, tables), layer, rest = constants
+        (microbatch, tables), layer, rest, after = constants
         unit_params = collectives.mark_gathered(joined(params, rest))
-        ctx = dataclasses.replace(context(microbatch, raw_key), tables=tables)
+        ctx = context(microbatch, raw_key)
+        after = after if config.parallel.experts_cross_nodes else None
+        ctx = dataclasses.replace(ctx, tables=tables, experts_after=after)
         return units.run_unit(unit_params, x, ctx, layer, prevent_cse=prevent_cse)
 
     def head_inputs(outer: Model, microbatch: Batch):
@@ -102,6 +105,7 @@ def local_gradients(
         unroll=units.unroll,
         offloaded=offloaded_alone(config.model.recompute),
         divide=first_sublayer,
+        progress=progress,
     )
     parallel = config.parallel
     table = schedule(batch.tokens.shape[0], parallel.pipe, parallel.chunks)

@@ -22,7 +22,7 @@ from layouts import (
 from maxmeg.checkpoint.names import array_name, to_arrays
 from maxmeg.config.mixers import ExpertBackend, ExpertExchange, RouterScore
 from maxmeg.config.model import DType, NormPlace
-from maxmeg.config.parallel import Schedule
+from maxmeg.config.parallel import LaneOrder, Schedule
 from maxmeg.config.schema import LoraConfig
 from maxmeg.layers.auxiliary import by_layer
 from maxmeg.models.lm import language_model
@@ -138,6 +138,18 @@ def test_layout_equals_single_device(model, parallel, fields, micro):
     copies = MODELS[model].get("moe.top_k", 2) * BATCH * LENGTH
     sparse = {"mixtral": 4, "by turns": 2, "deepseek": 3 + 1}[model]  # layers with experts
     assert wanted[1]["expert_tokens"].sum(-1).tolist() == [copies] * sparse
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["full", "minimal"])
+def test_experts_of_two_lanes_that_follow_each_other_equal_single_device(recompute, monkeypatch):
+    """As where they are on several nodes: here with two devices a node."""
+    monkeypatch.setattr("maxmeg.config.parallel.GPUS_A_NODE", 2)
+    parallel = {"pipe": 2, "expert": 4, "fsdp": 1, "lanes": LaneOrder.together}
+    assert configured("deepseek", {}, 2, **parallel).parallel.experts_cross_nodes
+    found = gradients("deepseek", parallel, {"recompute": recompute}, 2)
+    wanted = one_device("deepseek")
+    assert_equal_but_rounding(found, wanted, TOLERANCE, FLOOR)
 
 
 @pytest.mark.slow

@@ -172,6 +172,11 @@ class ParallelConfig(Section):
         """Size of the mesh axis `expert`: devices with different experts, of those along data."""
         return self.expert // (self.fold * self.context) if self.expert > 1 else 1
 
+    @property
+    def experts_cross_nodes(self) -> bool:
+        """Whether tokens are exchanged between nodes."""
+        return self.expert > 1 and self.expert * (self.tensor // self.fold) > GPUS_A_NODE
+
     def nodes_of_experts(self, num_groups: int) -> int:
         """Number of nodes, if tokens are sent once to every node; 1: directly to the devices."""
         if self.expert_nodes:

@@ -25,9 +25,6 @@ _PRODUCTS = (
     "expert_latent",
     "expert_up",
     "expert_gate",
-    "dispatch_order",  # where the router sends each copy of a token: small integers
-    "dispatch_counts",
-    "dispatch_rounds",
     "context_output",  # of attention in rounds over context, and its log-sum-exp: communication
     "context_lse",
     "context_state",  # before each half of a scan over context
@@ -43,12 +40,12 @@ _ATTENTION = (
     "key_up",
     "value_up",
     "dispatched_tokens",  # rows that experts received from other devices
-    "dispatched_weights",
 )
 NAMES = (*_PRODUCTS, *_ATTENTION)
 
 # The least recomputation first. Norms, activation functions, rotations, gathered sequences and
-# parameters have no name and are always recomputed.
+# parameters have no name and are always recomputed; where copies of tokens go to experts, small
+# arrays, never.
 POLICIES = {
     "minimal": frozenset(NAMES),
     "selective": frozenset(_PRODUCTS),

@@ -23,6 +23,7 @@ LOSSES = (
     "z_loss",
 )
 TOKENS, DROPPED = "expert_tokens", "expert_dropped"  # names of the other auxiliary values
+EXPERTS_END = "experts_end"  # a zero that exists once the experts have run
 
 
 def balanced(
@@ -103,3 +104,18 @@ def counts_of(experts_BLK: Int[Array, "B L K"], num_experts: int) -> Float[Array
 # with_loss(x, loss) returns x; backward adds the gradient of `loss` to that of the model's loss.
 with_loss: Any = jax.custom_vjp(lambda x, loss: x)
 with_loss.defvjp(lambda x, loss: (x, loss), lambda loss, slope: (slope, jnp.ones_like(loss)))
+
+
+def progress(aux: list) -> tuple[list, list, list]:
+    """(auxiliary values of a unit without EXPERTS_END, arrays that exist once its routers have
+    chosen experts, arrays that exist once these have run). No arrays where lanes are apart."""
+    timed = [values for mixers in aux for values in mixers.values() if EXPERTS_END in values]
+    rest = jax.tree.map(without_end, aux, is_leaf=lambda tree: isinstance(tree, dict))
+    return rest, [values[TOKENS] for values in timed], [values[EXPERTS_END] for values in timed]
+
+
+def without_end(mixers: dict[str, dict]) -> dict[str, dict]:
+    return {
+        mixer: {name: value for name, value in values.items() if name != EXPERTS_END}
+        for mixer, values in mixers.items()
+    }

@@ -69,6 +69,8 @@ class Context:
     sequence_sharded: the residual stream is sharded over tensor along the sequence; False in
     decoding. context_sharded: rows are cut over context; False for rows that this device holds
     whole, such as RETRO's chunks. training: apply dropout, router noise and Sinkhorn balancing.
+    experts_after: with lanes together, an array that this unit's experts follow: a zero that exists
+    once those of another microbatch have run. None: lanes are apart.
     microbatch_weight: of this microbatch in losses that are means over microbatches.
     tables: of these tokens, computed once for all layers (`with_tables`).
     source: of an encoder-decoder. memory: for cross attention, the other side's rows [B, M, D],
@@ -91,6 +93,7 @@ class Context:
     context_sharded: bool = dataclasses.field(default=True, metadata={"static": True})
     microbatch_weight: jax.Array | float = 1.0
     training: bool = dataclasses.field(default=False, metadata={"static": True})
+    experts_after: jax.Array | None = None
     tables: Tables = Tables()
     chunks_BC: jax.Array | None = None
     token_types_BL: jax.Array | None = None

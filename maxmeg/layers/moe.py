@@ -18,7 +18,7 @@ from maxmeg.config.model import ModelConfig
 from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.setting import shared_values
 from maxmeg.distributed.experts.call import ExpertCall
-from maxmeg.layers.balance import DROPPED, TOKENS, balanced
+from maxmeg.layers.balance import DROPPED, EXPERTS_END, TOKENS, balanced
 from maxmeg.layers.context import Context
 from maxmeg.layers.embedding import lookup
 from maxmeg.layers.linear import Linear
@@ -321,13 +321,15 @@ class Moe(Mixer):
         routing = Routing(self._of_tokens(routing.experts_TK, ctx), weights_TK)
         if self.latent_down is not None:
             h_BLD = stored(self.latent_down(h_BLD, ctx), "expert_latent")
-        call = ExpertCall(self.spec, self.experts, ctx.sequence_sharded)
+        call = ExpertCall(self.spec, self.experts, ctx.sequence_sharded, ctx.experts_after)
         gather = functools.partial(collectives.gather_sequence, sharded=ctx.sequence_sharded)
         reads_same = self.shared is not None and h_BLD is shared_input_BLD
         sequence_BLD = h_BLD if self.shared is None else gather(shared_input_BLD)
         if not call.is_exchanged:
             h_BLD = sequence_BLD if reads_same else gather(h_BLD)
-        y_BLD, aux[DROPPED] = call(h_BLD, routing)
+        y_BLD, aux[DROPPED], ended = call(h_BLD, routing)
+        if ctx.experts_after is not None:
+            aux[EXPERTS_END] = ended
         y_BLD = y_BLD if self.latent_up is None else self.latent_up(y_BLD, ctx)
         y_BLD = y_BLD if self.norms is None else self.norms["experts_out"](y_BLD)
         if self.shared is not None:

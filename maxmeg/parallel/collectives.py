@@ -277,8 +277,8 @@ def stored(x: jax.Array, name: str) -> jax.Array:
 
 
 def stored_always(x: jax.Array) -> jax.Array:
-    """x, a small result of a collective: backward always reads it from memory, so that the
-    collective runs once."""
+    """x, small and of a collective or a router: backward always reads it from memory, so that the
+    collective runs once, or others can run before the recomputation of what x depends on."""
     return checkpoint_name(x, ALWAYS)
 
 

@@ -52,12 +52,19 @@ def is_key(array) -> bool:
 
 
 def depending(tree, before):
-    """The tree. Each of its elements depends on `before`; random keys are left as they are.
+    """The tree. Each of its elements depends on `before`, if that has arrays; random keys are left
+    as they are.
 
     ops/experts/dispatch.py: the gradient of the weights before that of the rows
     distributed/experts/exchange.py: a loop of further rounds before backward of the earlier ones,
-        whose results would take memory while the loop runs
+        whose results would take memory while the loop runs; and with lanes together, backward's
+        experts after forward's, so that exchanges of both lanes have products beside them
+    pipeline/residuals.py: with lanes together, what backward recomputes before its exchanges after
+        forward's router, which its own exchange follows (DeepSeek-V3 on 1,024 H100s, both
+        dependencies: 4,796 to 3,774 ms exposed)
     """
+    if not jax.tree.leaves(before):
+        return tree
     is_never = never(before)
 
     def one(leaf):

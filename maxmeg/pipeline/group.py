@@ -81,6 +81,7 @@ class Group:
         has_full_loop = self.looped and self.slots % program.unroll == 0
         prevent_cse = self.alone and not has_full_loop
         self.unit = functools.partial(program.unit, prevent_cse=prevent_cse)
+        self.progress = program.progress
         row = joined(self.weights.row, jax.eval_shape(lambda: read(self.weights.others, 0)))
         self.inputs = jax.eval_shape(functools.partial(self.unit_inputs, 0), shared, row)
         self.vjp: typing.Any = None
@@ -98,7 +99,7 @@ class Group:
         ring, deferred = self.empty(self.vjp.residuals, self.table.slots), None
         if isinstance(self.vjp, SplitVjp):
             deferred = self.empty(self.vjp.deferred, self.table.deferred)
-        aux = start_values(stacked(self.vjp.aux, self.repeats))
+        aux = start_values(stacked(self.progress(self.vjp.aux)[0], self.repeats))
         return GroupState(weights, ring, deferred, self.gradients.start(), aux)
 
     def empty(self, shapes, size: int) -> list:
@@ -176,10 +177,13 @@ class Group:
             residuals, state = (lambda: arrays), state._replace(ring=ring)
 
         def run(dy, before):
-            at, values = place, residuals()
+            at, values, ends = place, residuals(), []
             if not alone:
                 at, values, dy = ordering.after((at, values, dy), before)
-            params, constants = self.unit_inputs(at, lane.shared, self.weights.at(weights, at))
+                _, routed, ends = self.progress(before[1][1])
+                values = self.vjp.following(values, routed)
+            params = self.weights.at(weights, at)
+            params, constants = self.unit_inputs(at, lane.shared, params, ends)
             if isinstance(self.vjp, SplitVjp):
                 return self.vjp.backward_input(values, params, constants, dy)
             return self.vjp.backward(values, params, constants, dy)[::-1]
@@ -208,7 +212,7 @@ class Group:
 
     def with_residuals(self, lane: Units, slot, state: GroupState, saved, aux) -> GroupState:
         """`state` with residuals and auxiliary values of the unit of a slot."""
-        layer = self.layers[self.place(lane, slot)]
+        layer, (aux, _, _) = self.layers[self.place(lane, slot)], self.progress(aux)
         ring = write_ring(state.ring, saved, lane.local.slot, slot)
         aux = choose((lane.local.microbatch >= 0) & (layer >= 0), aux, start_values(aux))
         total = combine_at(state.aux, aux, jnp.maximum(layer - self.first_layer, 0))
@@ -240,10 +244,12 @@ class Group:
         waiting = ordering.after(state.sums.waiting, dy)
         return self.gradients.finished_gradients(state.sums._replace(waiting=waiting))
 
-    def unit_inputs(self, place, shared, params) -> tuple:
-        """(trained parameters, constants) of the unit at a place, all gathered over fsdp."""
+    def unit_inputs(self, place, shared, params, before=()) -> tuple:
+        """(trained parameters, constants) of the unit at a place, all gathered over fsdp. before:
+        arrays that its experts follow."""
         params, rest = collectives.gather_parameters((params, read(self.fixed, place)))
-        return params, (shared, self.layers[place], rest)
+        after = ordering.zeros_after(list(before), ()) if self.table.together else None
+        return params, (shared, self.layers[place], rest, after)
 
     def place(self, lane: Units, slot):
         """The place of a slot of the lane's chunk."""

@@ -11,6 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from maxmeg.config.recompute import NAMES
 from maxmeg.parallel.collectives import activation_names
 from maxmeg.parallel.maxima import combine
+from maxmeg.parallel.ordering import depending
 
 Arrays = list[jax.Array]
 
@@ -27,6 +28,7 @@ class UnitVjp:
         self.function = function
         self.structure = None
         self.sources: list[int | None] = []  # index in (params, constants); None: stored
+        self.inputs: list[int] = []  # indices of x among what is stored
         self.residuals, self.aux = typed_shapes(self.forward, params, x, constants)[1:]
 
     def forward(self, params, x, constants) -> tuple[typing.Any, Arrays, typing.Any]:
@@ -42,7 +44,17 @@ class UnitVjp:
         if self.structure is None:
             self.structure, self.sources = structure, sources
         assert sources == self.sources  # every trace stores the same residuals
-        return y, [leaf for leaf, i in zip(leaves, sources, strict=True) if i is None], aux
+        saved = [leaf for leaf, i in zip(leaves, sources, strict=True) if i is None]
+        arrays = jax.tree.leaves(x)
+        self.inputs = [i for i, leaf in enumerate(saved) if any(leaf is a for a in arrays)]
+        return y, saved, aux
+
+    def following(self, residuals: Arrays, before) -> Arrays:
+        """The residuals, of which the unit's input depends on the arrays of `before`."""
+        return [
+            depending(array, before) if i in self.inputs else array
+            for i, array in enumerate(residuals)
+        ]
 
     def backward(self, residuals: Arrays, params, constants, dy):
         """(gradients of params, gradient of x)."""

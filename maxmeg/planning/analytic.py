@@ -71,6 +71,7 @@ BACKWARD_SCORES = 2.5  # attention's backward recomputes the scores: five produc
 # Share of what is sent along an axis that the other lane's products hide, of compiled steps of
 # Llama 3 8B and DeepSeek-V3 (benchmarks/NOTES.md, "Lanes together").
 HIDDEN_BESIDE = {"tensor": 0.6, "expert": 0.25}
+HIDDEN_BETWEEN_NODES = 0.5  # of experts on several nodes, whose lanes follow each other
 HIDDEN_BY_KERNELS = 0.5  # of products; of compiled steps of Mixtral 8x7B ("Lanes and gathers")
 HIDDEN_FORWARD = (communication.PARAMETERS_FORWARD,)
 HIDDEN_BACKWARD = (communication.PARAMETERS_BACKWARD, communication.LAYER_GRADIENTS)
@@ -178,12 +179,16 @@ def exposed_seconds(
 
 def lanes_hide(work: Workload, carried: tuple[Traffic, ...]) -> float:
     """Seconds of the layers' communication that products of the other lane hide, where both lanes
-    run together: not in the first ticks, before backward begins. HIDDEN_BESIDE of it."""
+    run together: not in the first ticks, before backward begins. HIDDEN_BESIDE of it, or
+    HIDDEN_BETWEEN_NODES."""
     lanes, parallel = work.lanes, work.config.parallel
     if parallel.lanes is not LaneOrder.together or work.microbatches == 1:
         return 0.0
     both = max(0, lanes.forward - parallel.pipe * parallel.chunks) / lanes.forward
-    shares = (HIDDEN_BESIDE.get(entry.axis.split(" ")[0].rstrip(","), 0.0) for entry in carried)
+    share_of = dict(HIDDEN_BESIDE)
+    if parallel.experts_cross_nodes:
+        share_of["expert"] = HIDDEN_BETWEEN_NODES
+    shares = (share_of.get(entry.axis.split(" ")[0].rstrip(","), 0.0) for entry in carried)
     return both * sum(entry.seconds * share for entry, share in zip(carried, shares, strict=True))
 
 

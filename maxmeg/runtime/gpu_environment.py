@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from maxmeg.config.parallel import GPUS_A_NODE
-from maxmeg.parallel.mesh import MESH_AXES
+from maxmeg.parallel.mesh import EXPERT_AXES, EXPERT_TENSOR_AXES, MESH_AXES
 from maxmeg.parallel.parameter import info, is_variable, num_stacked
 from maxmeg.parallel.rules import fsdp_dim, reduction, storage_axes
 from maxmeg.runtime.platform import choose_platform, uses_gpu
@@ -215,8 +215,9 @@ def compiler_options(
     Reduce-scatters of gradients are combined up to the size of the layers' largest matrix on a
     device, so that two large ones are not. Two collectives run at once where axes inside nodes and
     axes across nodes meet, which use different links, and with two lanes (parallel.lanes), unless
-    both exchange tokens over one link. XLA may use the pool of `MEMORY_FRACTION`. fp8: whether
-    products have 8-bit operands; then all products are cuBLAS calls. A flag in XLA_FLAGS wins.
+    both exchange tokens inside nodes, over one link. XLA may use the pool of `MEMORY_FRACTION`.
+    fp8: whether products have 8-bit operands; then all products are cuBLAS calls. A flag in
+    XLA_FLAGS wins.
     """
     if mesh.devices.flat[0].platform not in ("cuda", "gpu"):
         return {}
@@ -226,8 +227,9 @@ def compiler_options(
         options[COMBINED] = size
     if fp8:
         options[TRITON_PRODUCTS] = False
-    two_exchanges = two_lanes and mesh.shape["expert"] > 1
-    if (len(links(mesh)) > 1 or mesh.shape["context"] > 1 or two_lanes) and not two_exchanges:
+    group = math.prod(mesh.shape[axis] for axis in (*EXPERT_AXES, *EXPERT_TENSOR_AXES))
+    one_link = two_lanes and mesh.shape["expert"] > 1 and group <= GPUS_A_NODE
+    if (len(links(mesh)) > 1 or mesh.shape["context"] > 1 or two_lanes) and not one_link:
         options[AT_ONCE] = 2
     users = user_flags(os.environ)
     return {n: value for n, value in options.items() if n not in users and is_known(n, value)}

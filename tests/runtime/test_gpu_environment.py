@@ -212,6 +212,11 @@ def test_scatters_of_large_matrices_are_not_combined_with_others(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", f"--{COMBINED}=7")
     assert compiler_options(model, gpus) == always
     assert compiler_options(model, gpus, two_lanes=True) == always | {AT_ONCE: 2}
+    gpus.shape = dict(mesh.shape) | {"fsdp": 1, "expert": 4}  # inside one node
+    assert compiler_options(model, gpus, two_lanes=True) == always
+    gpus.shape |= {"expert": 8}
+    assert compiler_options(model, gpus, two_lanes=True) == always | {AT_ONCE: 2}
+    gpus.shape = mesh.shape
     monkeypatch.delenv("XLA_FLAGS")
     monkeypatch.setattr("maxmeg.runtime.gpu_environment.XLA_COMBINES", size)
     assert compiler_options(model, gpus) == always

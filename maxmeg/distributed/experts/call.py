@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from maxmeg.distributed.experts.exchange import (
     Blocks,
     Exchange,
+    Outputs,
     Places,
     block_rows,
     make_exchange,
@@ -34,6 +35,7 @@ from maxmeg.ops.experts.dispatch import (
 from maxmeg.ops.experts.routing import Routing
 from maxmeg.parallel import collectives
 from maxmeg.parallel.mesh import EXPERT_AXES, TOKEN_AXES
+from maxmeg.parallel.ordering import zeros_after
 
 GATHER_AXES = tuple(axis for axis in EXPERT_AXES if axis in TOKEN_AXES)
 
@@ -41,11 +43,12 @@ GATHER_AXES = tuple(axis for axis in EXPERT_AXES if axis in TOKEN_AXES)
 @dataclasses.dataclass(frozen=True)
 class ExpertCall:
     """spec: a layers.moe.MoeSpec. experts: its layers.moe.Experts on this device. sequence_sharded:
-    as in Context."""
+    and experts_after: as in Context."""
 
     spec: typing.Any
     experts: typing.Any
     sequence_sharded: bool
+    experts_after: jax.Array | None
 
     @property
     def is_exchanged(self) -> bool:
@@ -53,9 +56,9 @@ class ExpertCall:
         allowed = self.sequence_sharded and self.spec.exchange != "gather"
         return allowed and collectives.axis_size(EXPERT_AXES) > 1
 
-    def __call__(self, h_BLD: Float[Array, "B M D"], routing: Routing) -> tuple[jax.Array, Array]:
+    def __call__(self, h_BLD: Float[Array, "B M D"], routing: Routing) -> tuple:
         """(weighted sums [B, L, D] of the routed experts' outputs for the local sequence shard,
-        number of copies that this device drops).
+        number of copies that this device drops, a zero that exists once the experts have run).
 
         routing: of the shard. h_BLD: the shard if `is_exchanged`, else the sequence gathered over
         tensor. The capacity applies to its tokens.
@@ -67,14 +70,14 @@ class ExpertCall:
             routing = Routing(*(array.reshape(-1, array.shape[-1]) for array in sequences))
         places_TK, limit = self._places(routing)
         combine = self._exchanged if is_exchanged else self._gathered
-        y_TD = combine(h_BLD.reshape(-1, h_BLD.shape[-1]), routing, places_TK, limit)
+        y_TD, ended = combine(h_BLD.reshape(-1, h_BLD.shape[-1]), routing, places_TK, limit)
         y_BLD, dropped = y_TD.reshape(h_BLD.shape), jnp.sum(places_TK >= limit, dtype=jnp.float32)
         if is_exchanged:
-            return y_BLD, dropped
+            return y_BLD, dropped, ended
         y_BLD = collectives.scatter_sequence(y_BLD, self.sequence_sharded)
-        return y_BLD, collectives.counted_once(dropped)
+        return y_BLD, collectives.counted_once(dropped), ended
 
-    def _exchanged(self, x_TD, routing: Routing, places_TK, limit: int) -> Float[Array, "T D"]:
+    def _exchanged(self, x_TD, routing: Routing, places_TK, limit: int) -> Outputs:
         """Weighted sums of the outputs, with tokens sent to their experts."""
         spec, (experts_TK, weights_TK) = self.spec, routing
         is_kept_TK, number = places_TK < limit, len(x_TD)
@@ -83,12 +86,13 @@ class ExpertCall:
             sent = node_rows(number, spec.nodes, spec.routing, spec.buffer)
             direct = None if sent == number else exchange
             nodes = Nodes(self._exchange(number, limit, sent * spec.nodes), sent, direct)
-            return exchange_by_node(nodes, self.experts, x_TD, routing, is_kept_TK)
+            inputs = self.experts, x_TD, routing, is_kept_TK
+            return exchange_by_node(nodes, *inputs, self.experts_after)
         if isinstance(exchange, Blocks):
             plan = Places(experts_TK, places_TK)
         else:
             plan = plan_dispatch(experts_TK, self.experts.up.shape[-3], is_kept_TK, exchange)
-        return run_rounds(exchange, self.experts, x_TD, weights_TK, plan)
+        return run_rounds(exchange, self.experts, x_TD, weights_TK, plan, self.experts_after)
 
     @property
     def _in_blocks(self) -> bool:
@@ -125,7 +129,7 @@ class ExpertCall:
         priority_TK = jax.lax.stop_gradient(weights_TK) if spec.drop_by_weight else None
         return places_in_experts(experts_TK, num_experts, priority_TK), limit
 
-    def _gathered(self, x_TD, routing: Routing, places_TK, limit: int) -> Float[Array, "T D"]:
+    def _gathered(self, x_TD, routing: Routing, places_TK, limit: int) -> Outputs:
         """As `_exchanged`, with all-gathered tokens: partial sums over TENSOR_AXES."""
         count, devices = self.experts.up.shape[-3], collectives.axis_size(GATHER_AXES)
         blocks = self._blocks(len(x_TD), limit, senders=devices)
@@ -136,9 +140,10 @@ class ExpertCall:
         local_TK = experts_TK - collectives.first_index(EXPERT_AXES, count)
         if self._in_blocks:
             plan = Places(local_TK, sent_TK)
-            y_TD = run_rounds(blocks, self.experts, x_TD, weights_TK, plan)
+            y_TD, _ = run_rounds(blocks, self.experts, x_TD, weights_TK, plan, None)
         else:
             order = sort_by_expert(local_TK, count, is_kept_TK=sent_TK)
             weights_R = rows_of_copies(weights_TK, order)
             y_TD = collect(self.experts(spread(x_TD, order), order.sizes_E, weights_R), order)
-        return collectives.scatter(y_TD, GATHER_AXES, 0)
+        y_TD = collectives.scatter(y_TD, GATHER_AXES, 0)
+        return y_TD, zeros_after(y_TD, ())

@@ -37,8 +37,11 @@ from maxmeg.ops.experts.dispatch import (
 from maxmeg.ops.quantized import Recipe
 from maxmeg.parallel import collectives
 from maxmeg.parallel.mesh import EXPERT_TENSOR_AXES, MESH_AXES
+from maxmeg.parallel.ordering import depending, zeros_after
 from maxmeg.parallel.trainable import fixed, joined, trained
 
+# Weighted sums of the experts' outputs [T, D], and a zero that exists once the experts have run.
+Outputs = tuple[Array, Array]
 EVERYWHERE = tuple(axis for axis in MESH_AXES if axis != collectives.PIPE_AXIS)
 
 
@@ -83,19 +86,21 @@ class Blocks:
         experts_TK, places_TK = plan
         is_sent_TK = (experts_TK >= 0) & (experts_TK < self.experts) & (places_TK < self.limit)
         rounds = jnp.max(jnp.where(is_sent_TK, places_TK // self.rows + 1, 0))
-        return collectives.stored(collectives.max_over(rounds, EVERYWHERE), "dispatch_rounds")
+        return collectives.stored_always(collectives.max_over(rounds, EVERYWHERE))
 
-    def run(self, number, experts, x_TD, weights_TK, plan: Places) -> Float[Array, "T D"]:
-        """Output of the copies sent in round `number`. Rows arrive in the order of the experts."""
+    def run(self, number, experts, x_TD, weights_TK, plan: Places, after=None) -> Outputs:
+        """Outputs of the copies sent in round `number`. Rows arrive in the order of the experts."""
         order = self._order(number, plan)
-        order = jax.tree.map(lambda index: collectives.stored(index, "dispatch_order"), order)
+        order = jax.tree.map(collectives.stored_always, order)
         weights_R = rows_of_copies(weights_TK, order)
         if not self.axes:
-            return collect(experts(spread(x_TD, order), None, weights_R), order)
+            y_RD = experts(spread(x_TD, order), None, weights_R)
+            return collect(y_RD, order), zeros_after(y_RD, ())
         route = Route(order, Partial(self._send), Partial(self._send_back), experts.dispatch)
         x_RD = route.dispatch(x_TD, self.nodes).values_RD
-        weights_R = kept_weights(self._send(weights_R), self.nodes)
-        return route.combine(experts(x_RD, None, weights_R))
+        weights_R = depending(kept_weights(self._send(weights_R), self.nodes), after)
+        y_RD = experts(x_RD, None, weights_R)
+        return route.combine(y_RD), zeros_after(y_RD, ())
 
     def _order(self, number, plan: Places) -> Order:
         experts_TK, places_TK = plan
@@ -122,7 +127,7 @@ class Blocks:
 def kept_weights(weights_R: jax.Array, nodes: int) -> jax.Array:
     """Received weights, stored for backward; not inside a node, where sending them again is cheap:
     the rows that crossed nodes are stored."""
-    return collectives.stored(weights_R, "dispatched_weights") if nodes == 1 else weights_R
+    return collectives.stored_always(weights_R) if nodes == 1 else weights_R
 
 
 class Route(NamedTuple):
@@ -187,23 +192,23 @@ class Exchange:
     def count_rounds(self, plan: DispatchPlan) -> jax.Array:
         """Rounds until every copy is sent, equal on all devices except along pipe."""
         rounds = -(-jnp.max(plan.counts) // (self.rows // self.devices))
-        return collectives.stored(collectives.max_over(rounds, EVERYWHERE), "dispatch_rounds")
+        return collectives.stored_always(collectives.max_over(rounds, EVERYWHERE))
 
-    def run(self, number, experts, x_TD, weights_TK, plan: DispatchPlan) -> Float[Array, "T D"]:
-        """Output of the copies sent in round `number`."""
+    def run(self, number, experts, x_TD, weights_TK, plan: DispatchPlan, after=None) -> Outputs:
+        """Outputs of the copies sent in round `number`."""
         order, send = self._order(number, plan), Partial(self._send)
         route = Route(order, send, Partial(self._send_back), experts.dispatch)
         received = route.dispatch(x_TD, self.nodes)
         # Rows without a copy get the label 0, also rows that do not arrive.
         labels = (weights_TK, (plan.local_TK + 1).astype(weights_TK.dtype))
         labels_R2 = jnp.stack([rows_of_copies(label, order) for label in labels], axis=1)
-        labels_R2 = kept_weights(send(labels_R2), self.nodes)
+        labels_R2 = depending(kept_weights(send(labels_R2), self.nodes), after)
         local_R1 = labels_R2[:, 1:].astype(jnp.int32) - 1
         local_order = sort_by_expert(local_R1, experts.up.shape[-3])
         weights_R = rows_of_copies(labels_R2[:, :1], local_order)
         rows = received.spread(local_order)
         y_RD = experts(rows.values_RD, local_order.sizes_E, weights_R, rows.codes)
-        return route.combine(collect(y_RD, local_order))
+        return route.combine(collect(y_RD, local_order)), zeros_after(y_RD, ())
 
     def _order(self, number, plan: DispatchPlan) -> Order:
         """The order of the rows of one round. Rows without a copy arrive as zeros."""
@@ -268,51 +273,54 @@ def plan_dispatch(
     """is_kept_TK: copies that are not dropped."""
     devices_TK, local_TK = experts_TK // local_experts, experts_TK % local_experts
     order = sort_by_expert(devices_TK, exchange.devices, is_kept_TK=is_kept_TK, distinct=False)
-    order = jax.tree.map(lambda index: collectives.stored(index, "dispatch_order"), order)
+    order = jax.tree.map(collectives.stored_always, order)
     starts = jnp.cumsum(order.sizes_E) - order.sizes_E
     never = jnp.iinfo(jnp.int32).max
     places_TK = jnp.where(is_kept_TK, order.rows_TK - starts[devices_TK], never)
     groups = collectives.inside(exchange.axes, exchange.nodes)
     counts = collectives.gather(order.sizes_E[None], exchange.axes, 0, groups)
-    counts = collectives.stored(counts, "dispatch_counts")
+    counts = collectives.stored_always(counts)
     return DispatchPlan(devices_TK, local_TK, order, places_TK, counts)
 
 
 def run_rounds(
-    exchange: Blocks | Exchange, experts, x_TD: Float[Array, "T D"], weights_TK, plan: Any
-) -> Float[Array, "T D"]:
+    exchange: Blocks | Exchange, experts, x_TD: Float[Array, "T D"], weights_TK, plan: Any, after
+) -> Outputs:
     """Weighted sums of the outputs of each token's experts, by an exchange and its plan: in one
     round if that suffices for any loads, else in a loop of as many as the loads need.
 
-    experts(x_RD, sizes_E, weights_R, codes) computes this device's experts.
+    experts(x_RD, sizes_E, weights_R, codes) computes this device's experts. after: an array that
+    they follow, or None.
     """
     first = functools.partial(exchange.run, 0)
     if exchange.one_suffices:
-        return first(experts, x_TD, weights_TK, plan)
+        return first(experts, x_TD, weights_TK, plan, after)
     overflow = plan, exchange.count_rounds(plan)
-    return in_rounds(first, exchange, 1, experts, x_TD, weights_TK, plan, overflow)
+    return in_rounds(first, exchange, 1, experts, x_TD, weights_TK, (plan, after), overflow)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def in_rounds(first, exchange, number: int, experts, x_TD, weights_TK, arguments, overflow):
-    """The sum of first(experts, x_TD, weights_TK, arguments), the output of the rounds before
-    `number`, and of the rounds from `number` on, which run after it in forward and in backward and
-    add to its results in place.
+    """Outputs: those of first(experts, x_TD, weights_TK, *arguments), the rounds before `number`,
+    with the sums of the rounds from `number` on added. These run after it in forward and in
+    backward and add to its results in place.
 
     overflow: (plan of the exchange, number of all its rounds).
     """
     inputs = experts, x_TD, weights_TK
-    return _add_rounds(exchange, number, first(*inputs, arguments), inputs, overflow)
+    y_TD, ended = first(*inputs, *arguments)
+    return _add_rounds(exchange, number, y_TD, inputs, overflow), ended
 
 
 def _forward(first, exchange, number: int, experts, x_TD, weights_TK, arguments, overflow):
     others, inputs = fixed(experts), (experts, x_TD, weights_TK)
 
     def run(experts, *inputs):
-        return first(joined(experts, others), *inputs, arguments)
+        return first(joined(experts, others), *inputs, *arguments)
 
-    y_TD, pull = jax.vjp(run, trained(experts), x_TD, weights_TK)
-    return _add_rounds(exchange, number, y_TD, inputs, overflow), (pull, inputs, overflow)
+    y_TD, pull, ended = jax.vjp(run, trained(experts), x_TD, weights_TK, has_aux=True)
+    y_TD = _add_rounds(exchange, number, y_TD, inputs, overflow)
+    return (y_TD, ended), (pull, inputs, overflow)
 
 
 def _add_rounds(exchange, number: int, y_TD, inputs: tuple, overflow: tuple):
@@ -320,20 +328,20 @@ def _add_rounds(exchange, number: int, y_TD, inputs: tuple, overflow: tuple):
 
     def body(state):
         number, total_TD = state
-        return number + 1, total_TD + exchange.run(number, *inputs, plan)
+        return number + 1, total_TD + exchange.run(number, *inputs, plan)[0]
 
     return lax.while_loop(lambda state: state[0] < rounds, body, (jnp.int32(number), y_TD))[1]
 
 
-def _backward(first, exchange, number: int, saved: tuple, slope_TD) -> tuple:
+def _backward(first, exchange, number: int, saved: tuple, slopes) -> tuple:
     pull, (experts, *inputs), (plan, rounds) = saved
-    others = fixed(experts)
+    others, slope_TD = fixed(experts), slopes[0]
 
     def body(state):
         number, total = state
 
         def run(experts, *inputs):
-            return exchange.run(number, joined(experts, others), *inputs, plan)
+            return exchange.run(number, joined(experts, others), *inputs, plan)[0]
 
         _, pull = jax.vjp(run, trained(experts), *inputs)
         return number + 1, jax.tree.map(jnp.add, total, pull(slope_TD))

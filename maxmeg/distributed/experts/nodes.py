@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from maxmeg.distributed.experts.exchange import (
     Blocks,
     Exchange,
+    Outputs,
     Route,
     in_rounds,
     plan_of,
@@ -45,22 +46,23 @@ def exchange_by_node(
     x_TD: Float[Array, "T D"],
     routing: Routing,
     is_kept_TK: Bool[Array, "T K"],
-) -> Float[Array, "T D"]:
+    after,
+) -> Outputs:
     """Weighted sums of the outputs of each token's experts. is_kept_TK: False for dropped copies.
 
-    experts(x_RD, sizes_E, weights_R) computes this device's experts.
+    experts(x_RD, sizes_E, weights_R) computes this device's experts. after: as in `run_rounds`.
     """
     inside, local_experts = nodes.inside, experts.up.shape[-3]
     here = local_experts * inside.devices
     node_TK = jnp.where(is_kept_TK, routing.experts_TK // here, inside.nodes)
     places_TN = places_at_nodes(node_TK, inside.nodes)
-    routed = routing.experts_TK, is_kept_TK, places_TN
+    routed = routing.experts_TK, is_kept_TK, places_TN, after
 
-    def first(experts, x_TD, weights_TK, routed):
-        return once_per_node(nodes, experts, x_TD, Routing(routed[0], weights_TK), *routed[1:])
+    def first(experts, x_TD, weights_TK, experts_TK, *routed):
+        return once_per_node(nodes, experts, x_TD, Routing(experts_TK, weights_TK), *routed)
 
     if nodes.direct is None:
-        return first(experts, x_TD, routing.weights_TK, routed)
+        return first(experts, x_TD, routing.weights_TK, *routed)
     place_TK = jnp.take_along_axis(places_TN, jnp.minimum(node_TK, inside.nodes - 1), axis=1)
     left_TK = is_kept_TK & (place_TK >= nodes.rows)
     plan = plan_of(nodes.direct, routing.experts_TK, left_TK, local_experts)
@@ -76,13 +78,13 @@ def places_at_nodes(node_TK: Int[Array, "T K"], nodes: int) -> Int[Array, "T nod
 
 
 def once_per_node(
-    nodes: Nodes, experts, x_TD, routing: Routing, is_kept_TK, places_TN
-) -> Float[Array, "T D"]:
-    """Output of the tokens with a place below `rows` at their nodes."""
+    nodes: Nodes, experts, x_TD, routing: Routing, is_kept_TK, places_TN, after
+) -> Outputs:
+    """Outputs of the tokens with a place below `rows` at their nodes."""
     inside, local_experts = nodes.inside, experts.up.shape[-3]
     nodes_TN = jnp.broadcast_to(jnp.arange(inside.nodes), places_TN.shape)
     order = pad_experts(nodes_TN, places_TN, inside.nodes, nodes.rows)
-    order = jax.tree.map(lambda index: collectives.stored(index, "dispatch_order"), order)
+    order = jax.tree.map(collectives.stored_always, order)
 
     def send(rows):
         across = collectives.across(inside.axes, inside.nodes)
@@ -92,7 +94,7 @@ def once_per_node(
     weights_TK = routing.weights_TK
     experts_TK = jnp.where(is_kept_TK, routing.experts_TK + 1, 0).astype(weights_TK.dtype)
     labels_R = send(spread(jnp.concatenate((experts_TK, weights_TK), axis=1), order))
-    labels_R = collectives.stored(labels_R, "dispatched_weights")
+    labels_R = collectives.stored_always(labels_R)
     experts_RK, weights_RK = jnp.split(labels_R, 2, axis=1)
     here = local_experts * inside.devices
     first = collectives.axis_index(inside.axes) // inside.devices * here
@@ -100,7 +102,8 @@ def once_per_node(
     plan = plan_of(inside, experts_RK, (experts_RK >= 0) & (experts_RK < here), local_experts)
     route = Route(order, Partial(send), Partial(send), experts.dispatch)
     x_RD = route.dispatch(x_TD).values_RD
-    return route.combine(run_rounds(inside, experts, x_RD, weights_RK, plan))
+    y_RD, ended = run_rounds(inside, experts, x_RD, weights_RK, plan, after)
+    return route.combine(y_RD), ended
 
 
 def node_rows(tokens: int, nodes: int, rule: RoutingSpec, buffer: float) -> int:

@@ -184,7 +184,7 @@ def _experts(work: Workload) -> Iterator[Traffic]:
     forward, backward = work.lanes.forward * sparse, work.lanes.backward * sparse
     name, vectors, labels = " x ".join(axes), dispatch.vectors, dispatch.labels
     if dispatch.gathers:
-        ordered = dispatch.in_blocks and "dispatch_order" in work.saved  # only weights once more
+        ordered = dispatch.in_blocks  # only weights once more
         if work.axes["tensor"] > 1:
             chosen, count = FLOAT32 * dispatch.balanced_rows, 1 if ordered else 2
             yield entry("tensor", "experts and weights", GATHER, forward, 2 * chosen, 2)
@@ -199,30 +199,32 @@ def _experts(work: Workload) -> Iterator[Traffic]:
         yield entry(name, EXCHANGED_BACKWARD, SCATTER, backward, vectors + dispatch.weights, 2)
         return
 
-    def exchanged(name: str, vectors: int, labels: int, repeats: int) -> Iterator[Traffic]:
+    # repeats, labels_sent: how often backward sends rows and labels again. Labels are stored, but
+    # not those inside a node.
+    def exchanged(name, vectors: int, labels: int, repeats: int, labels_sent: int):
         packed = int(dispatch.sent * vectors)
         yield entry(name, EXCHANGED_FORWARD, ALL_TO_ALL, forward, packed + vectors + labels, 3)
-        size = vectors + (1 + repeats) * (packed + labels)
-        yield entry(name, EXCHANGED_BACKWARD, ALL_TO_ALL, backward, size, 3 + 2 * repeats)
+        size = vectors + (1 + repeats) * packed + (1 + labels_sent) * labels
+        yield entry(name, EXCHANGED_BACKWARD, ALL_TO_ALL, backward, size, 3 + repeats + labels_sent)
 
-    def joined(vectors: int, labels: int, repeats: int) -> Iterator[Traffic]:
+    def joined(vectors: int, labels: int, repeats: int, labels_sent: int):
         packed = int(dispatch.sent * vectors)
         yield entry("tensor", EXCHANGED_FORWARD, GATHER, forward, packed + labels, 2)
         yield entry("tensor", EXCHANGED_FORWARD, SCATTER, forward, vectors)
-        size = packed + repeats * (packed + labels)
-        yield entry("tensor", EXCHANGED_BACKWARD, GATHER, backward, size, 1 + 2 * repeats)
+        size = (1 + repeats) * packed + labels_sent * labels
+        yield entry("tensor", EXCHANGED_BACKWARD, GATHER, backward, size, 1 + repeats + labels_sent)
         yield entry("tensor", EXCHANGED_BACKWARD, SCATTER, backward, vectors + labels, 2)
 
-    repeats = int("dispatched_tokens" not in work.saved)
+    repeats, labels_sent = int("dispatched_tokens" not in work.saved), 0
     if dispatch.node_rows:
-        yield from exchanged(name + BETWEEN, dispatch.node_vectors, dispatch.node_labels, repeats)
-        name, repeats = name + INSIDE, 1  # what arrives inside a node is not stored
-    yield from exchanged(name, vectors, labels, repeats)
+        vectors_labels = dispatch.node_vectors, dispatch.node_labels
+        yield from exchanged(name + BETWEEN, *vectors_labels, repeats, labels_sent)
+        name, repeats, labels_sent = name + INSIDE, 1, 1
+    yield from exchanged(name, vectors, labels, repeats, labels_sent)
     if dispatch.joined > 1:
-        yield from joined(dispatch.joined * vectors, dispatch.joined * labels, repeats)
-    counted = forward + (0 if "dispatch_counts" in work.saved else backward)
+        yield from joined(dispatch.joined * vectors, dispatch.joined * labels, repeats, labels_sent)
     if not dispatch.in_blocks:
-        yield entry(name, "how many copies", GATHER, counted, dispatch.counts)
+        yield entry(name, "how many copies", GATHER, forward, dispatch.counts)
 
 
 def _loss(work: Workload) -> Iterator[Traffic]:
