@@ -208,7 +208,7 @@ def parallel_problems(config: Config, sizes: dict[str, int]):
 
 
 def gather_problems(parallel: ParallelConfig):
-    """Rules of weights that are gathered once a step."""
+    """What parallel.fsdp_gather=step, which gathers weights once a step, requires of the others."""
     if not parallel.zero1:
         yield "parallel.fsdp_gather=step is done by ZeRO-1: set parallel.zero1=true, or microbatch"
     if parallel.fsdp_context:

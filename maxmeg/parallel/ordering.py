@@ -106,6 +106,13 @@ def after(tree, before):
     return only_on_cpu(depending, lambda tree, before: tree, tree, before)
 
 
+def at_once(stream):
+    """The arrays of a residual stream, none of which is read on CPUs before all are computed: of
+    two encoders, one group of layers reads one array, the next another, and their collectives
+    would meet (`after`)."""
+    return stream if len(jax.tree.leaves(stream)) < 2 else after(stream, stream)
+
+
 def permute_in_stage(
     x: jax.Array, axes: tuple[str, ...], pairs: list[tuple[int, int]]
 ) -> jax.Array:

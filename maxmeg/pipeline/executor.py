@@ -183,6 +183,7 @@ class Executor:
         if backward is not None:
             dy = self.output_gradient(carry.dy, loss_dy, backward.local)
         for g, first, second in self.order(forward, backward):
+            x, dy = ordering.at_once(x), ordering.at_once(dy)
             if forward is not None and backward is not None:
                 x = x if first is None else ordering.after(x, dy)
                 dy = dy if second is None else ordering.after(dy, x)

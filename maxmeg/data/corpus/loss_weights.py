@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 FIELD, SUFFIX = "weight", ".weights.npy"
-LEAST, MOST = 1e-6, 1e3  # of a row, a message or a document with a loss
+LEAST, MOST = 1e-6, 1e3  # bounds of all weights but 0, which means no loss
 _RULE = f"must be 0, or a number from {LEAST:g} to {MOST:g}"
 _SHOWN = 80  # characters of a value in an error
 logger = logging.getLogger("maxmeg")

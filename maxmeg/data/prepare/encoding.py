@@ -193,7 +193,8 @@ def parsed(kind: str, document: bytes | dict[str, Any]) -> Any:
 
 
 def texts_of(kind: str, row: Any, options: Options) -> list[list[str]]:
-    """The texts of each key of a `parsed` document, each of which becomes a sequence."""
+    """The texts that a document has under each key; each text becomes one sequence. row: the
+    document as `parsed` returns it."""
     values = []
     for value in [row] if kind == TEXT else _values_of_keys(row, options.json_keys):
         parts = value if isinstance(value, list) else [value]
